@@ -1,0 +1,1 @@
+"""Repeatable experiments behind `continuous-attention experiment …`."""

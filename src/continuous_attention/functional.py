@@ -1,0 +1,597 @@
+"""The public functions: validate, resolve what was asked for into intervals and lengths, choose a back end.
+
+Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes, D and Dv head dims.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from continuous_attention import intervals as iv
+from continuous_attention import quadrature, reference
+
+BOUNDARIES = ("zero", "repeat", "half", "none")
+RULES = ("exact", "trapezoid", "rectangle", "taylor")
+BACKENDS = ("reference", "cpu", "triton")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def continuous_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    boundary: str | tuple[Tensor, Tensor] = "zero",
+    times: Tensor | None = None,
+    query_times: Tensor | None = None,
+    start_length: float = 1.0,
+    window: int | tuple[int, int] | None = None,
+    time_window: float | None = None,
+    intervals: Tensor | None = None,
+    rule: str = "exact",
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Continuous softmax attention: the query integrates over the path that joins the keys and values.
+
+        o = ∫ e^{scale·q·k(s)} v(s) ds / ∫ e^{scale·q·k(s)} ds
+
+    Node i is the key k_i with its value v_i, at time τ_i = i unless `times` says otherwise; keys and values are
+    joined by straight lines. The first eight arguments and the layout are those of
+    `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: (B, Hq, Lq, D), float16, bfloat16, float32 or float64; halves are accumulated in float32.
+        key: (B, Hkv, Lk, D), dtype of the query.
+        value: (B, Hkv, Lk, Dv), dtype of the query.
+        attn_mask: boolean, True = visible, broadcastable to (B, Hq, Lq, Lk). It cuts the path: a segment counts if
+            both its nodes are visible. Intersects with `is_causal`, `window` and `intervals`.
+        dropout_p: must be 0: without some of its nodes a path isn't the same path any more.
+        is_causal: query j stands on node Lk − Lq + j and sees the nodes up to it. This bottom-right alignment is
+            flash-attn's; SDPA's differs where Lq ≠ Lk. With `query_times`, the nodes with τ_i ≤ τ_q are seen and
+            the path is held constant from the last of them up to τ_q.
+        scale: factor of the scores, 1/√D by default.
+        enable_gqa: allow Hq to be a multiple of Hkv.
+        boundary: where the path begins, before the first node that the query sees. "zero": at a zero key and value;
+            (k0, v0): at these, shapes (Hkv, D) and (Hkv, Dv), usually trainable; "repeat": at the first node itself;
+            "half": held constant for half of `start_length` beyond both ends; "none": at the first node.
+        times: (Lk,) or (B, Lk), float32 or float64, non-decreasing, any unit; differentiable. Differences are taken
+            in this dtype, so epoch seconds want float64.
+        query_times: (Lq,) or (B, Lq), where the queries stand in time; differentiable. Needs `times`.
+        start_length: length of the segment before the first visible node, in the unit of `times`.
+        window: number of nodes seen, the query's own included (needs `is_causal`), or flash-attn's (left, right)
+            numbers of nodes beside the query's own, −1 for no limit.
+        time_window: only nodes with τ_i ≥ τ_q − time_window are seen, in the unit of `times`.
+        intervals: int32 or int64 (B or 1, Lq, 2): the nodes [lo, hi) that each query sees, for everything else.
+        rule: "exact" for the integral. "trapezoid" and "rectangle" are the quadratures that an ordinary softmax
+            with log-weights can do: weights (h_i + h_{i+1})/2 (half of it at the ends of the domain, the start node
+            included), or h_i with `start_length` on the first visible node (unit steps: the ordinary softmax, no
+            start node). "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
+        return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
+        backend: "reference", "cpu", "triton", or None for the best one that can do it. A named one never falls back.
+
+    Returns:
+        out (B, Hq, Lq, Dv), or (out, lse). A query that sees nothing gets 0 and lse −inf; a domain without length
+        (one node and no boundary, or all times equal) gives its last node's value and lse −inf.
+
+    Raises:
+        ValueError: a shape, device or meaning is wrong.
+        TypeError: a type or dtype is wrong.
+        NotImplementedError: this can't be done, or not by the named back end.
+
+    Source: docs/math.md.
+    """
+    names = ("query", "key", "value")
+    _check_qkv(query, key, value, names, "B, heads, length, head dim")
+    if len(query) != len(key):
+        raise ValueError(f"query and key must have the same batch size B, got {len(query)} and {len(key)}")
+    query, key, value = _unify_dtypes(names, query, key, value)
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
+    batch, heads, query_length, key_length = (*query.shape[:3], key.shape[2])
+    _check_dropout(dropout_p)
+    if attn_mask is not None:
+        attn_mask = _check_mask(attn_mask, (batch, heads, query_length, key_length), query.device)
+    seen = iv.everything(key_length, query.device)
+    if intervals is not None:
+        _check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
+        _check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
+        seen = iv.intersect(seen, intervals.long())
+    return _attend(
+        query,
+        key,
+        value,
+        seen=seen,
+        position=iv.standing(query_length, key_length, query.device),
+        mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        boundary=boundary,
+        times=_check_times("times", times, batch, key_length, query.device),
+        query_times=_check_times("query_times", query_times, batch, query_length, query.device),
+        start_length=start_length,
+        window=window,
+        time_window=time_window,
+        rule=rule,
+        return_lse=return_lse,
+        backend=backend,
+    )
+
+
+def continuous_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    boundary: str | tuple[Tensor, Tensor] = "zero",
+    times: Tensor | None = None,
+    query_times: Tensor | None = None,
+    start_length: float = 1.0,
+    window: int | tuple[int, int] | None = None,
+    time_window: float | None = None,
+    rule: str = "exact",
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`continuous_attention` of documents of different lengths, packed one after another as flash-attn does.
+
+    Documents don't see each other: each has its own path, and its own boundary before its first visible node.
+
+    Args:
+        q: (tokens of all documents, Hq, D).
+        k: (nodes of all documents, Hkv, D); Hq is a multiple of Hkv.
+        v: (nodes of all documents, Hkv, Dv).
+        cu_seqlens_q: int32 or int64 (documents + 1,), 0 and the ends of the documents in `q`; empty ones are allowed.
+        cu_seqlens_k: the same for `k` and `v`.
+        max_seqlen_q: the length of the longest document in `q`, or more; not needed here, checked where given.
+        max_seqlen_k: the same for `k`.
+        is_causal: as in `continuous_attention`, bottom-right aligned within each document.
+        scale: factor of the scores, 1/√D by default.
+        boundary: where each path begins.
+        times: (nodes of all documents,), non-decreasing within each document.
+        query_times: (tokens of all documents,).
+        start_length: length of the segment before the first visible node.
+        window: number of nodes seen, or (left, right).
+        time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
+        rule: "exact", "trapezoid", "rectangle" or "taylor".
+        return_lse: also return lse, of shape (tokens, Hq), the shape of out without its last dim.
+        backend: "reference", "cpu", "triton" or None.
+
+    Returns:
+        out (tokens of all documents, Hq, Dv), or (out, lse).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `continuous_attention`.
+    """
+    names = ("q", "k", "v")
+    _check_qkv(q, k, v, names, "tokens, heads, head dim")
+    q, k, v = _unify_dtypes(names, q, k, v)
+    _check_heads(q.shape[1], k.shape[1], enable_gqa=True)
+    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, len(q), q.device)
+    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, len(k), q.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must count the same documents, got {len(cu_seqlens_q) - 1} and "
+            f"{len(cu_seqlens_k) - 1}"
+        )
+    seen, position = iv.of_documents(cu_seqlens_q, cu_seqlens_k, len(q))
+    packed = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    result = _attend(
+        *packed,
+        seen=seen,
+        position=position,
+        mask=None,
+        is_causal=is_causal,
+        scale=scale,
+        boundary=boundary,
+        times=_check_times("times", times, None, len(k), q.device),
+        query_times=_check_times("query_times", query_times, None, len(q), q.device),
+        start_length=start_length,
+        window=window,
+        time_window=time_window,
+        rule=rule,
+        return_lse=return_lse,
+        backend=backend,
+    )
+    if isinstance(result, Tensor):
+        return result[0].transpose(0, 1)
+    out, lse = result
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the results over two adjacent stretches of the same path, which share one node.
+
+        lse = log(e^{lse_a} + e^{lse_b})        out = e^{lse_a − lse} out_a + e^{lse_b − lse} out_b
+
+    The integral is additive: piece b begins at the node where piece a ends, with boundary "none". Exact, and
+    differentiable.
+
+    Args:
+        out_a: (…, Dv), the earlier stretch.
+        lse_a: (…), its log-sum-exp; −inf where it is empty or has no length.
+        out_b: (…, Dv), the later stretch.
+        lse_b: (…).
+
+    Returns:
+        out (…, Dv) in the dtype of `out_a`, and lse (…), computed in float32 (float64 for float64). Where neither
+        piece has length, the later one's output that isn't 0: the last visible node's value.
+
+    Raises:
+        ValueError: the shapes don't fit.
+        TypeError: an argument isn't a floating point tensor.
+    """
+    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        _check_tensor(name, x, FLOATS, out_a.device if isinstance(out_a, Tensor) else None)
+    _check_shape("out_b", out_b, [tuple(out_a.shape)], "out_a's shape")
+    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check_shape(name, x, [tuple(out_a.shape[:-1])], "out_a's shape without the last dim")
+    dtype = reference.accumulation_dtype(torch.promote_types(out_a.dtype, lse_a.dtype))
+    a, b, lse_a, lse_b = (x.to(dtype) for x in (out_a, out_b, lse_a, lse_b))
+    peak = torch.maximum(lse_a, lse_b).detach()
+    no_length = peak == -math.inf
+    peak = peak.masked_fill(no_length, 0.0)
+    weight_a, weight_b = (lse_a - peak).exp(), (lse_b - peak).exp()
+    total = (weight_a + weight_b).masked_fill(no_length, 1.0)
+    out = (weight_a.unsqueeze(-1) * a + weight_b.unsqueeze(-1) * b) / total.unsqueeze(-1)
+    later = torch.where((b == 0).all(-1, keepdim=True), a, b)
+    out = torch.where(no_length.unsqueeze(-1), later, out)
+    lse = torch.where(no_length, -math.inf, peak + total.log())
+    return out.to(out_a.dtype), lse
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    seen: Tensor,
+    position: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    boundary: str | tuple[Tensor, Tensor],
+    times: Tensor | None,
+    query_times: Tensor | None,
+    start_length: float,
+    window: int | tuple[int, int] | None,
+    time_window: float | None,
+    rule: str,
+    return_lse: bool,
+    backend: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Resolve to intervals, lengths and ends, then run. `seen` (B or 1, Lq or 1, 2) is what is visible at most."""
+    _check_choice("rule", rule, RULES)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
+    start_length = _check_number("start_length", start_length)
+    if start_length < 0:
+        raise ValueError(f"start_length must be at least 0, got {start_length}")
+    start_node, start_held, end_held = _resolve_boundary(boundary, rule, start_length, key, value)
+
+    if mask is not None:
+        seen, mask = _absorb_mask(seen, mask)
+    if times is not None:
+        _check_order(times, seen)
+    if query_times is not None and not _holds(query_times.isfinite()):
+        raise ValueError(f"query_times must be finite, got {query_times[~query_times.isfinite()][0].item()}")
+    seen = _resolve_position(
+        seen, position, is_causal, times, query_times, _check_window(window, is_causal), time_window
+    )
+    end_length = end_held
+    if is_causal and times is not None and query_times is not None:
+        end_length = end_held + _held_until(query_times, times, seen, mask)
+
+    arguments = {
+        "scale": scale,
+        "lengths": None if times is None else _segment_lengths(times, seen),
+        "start_node": start_node,
+        "start_length": start_held,
+        "end_length": end_length,
+        "rule": rule,
+    }
+    _check_backend(backend)
+    if backend is None and _fits_sdpa(rule, return_lse, mask, arguments):
+        return quadrature.attention(query, key, value, seen, **arguments)
+    out, lse = reference.attention(query, key, value, seen, mask=mask, **arguments)
+    return (out, lse) if return_lse else out
+
+
+def _resolve_boundary(
+    boundary: str | tuple[Tensor, Tensor], rule: str, start_length: float, key: Tensor, value: Tensor
+) -> tuple[tuple[Tensor, Tensor] | None, float, float]:
+    """The start node, the length before the first visible node, and the length held after the last one."""
+    heads, dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
+    if isinstance(boundary, str):
+        _check_choice("boundary", boundary, BOUNDARIES, " or a pair of tensors (k0, v0)")
+    elif isinstance(boundary, Sequence) and len(boundary) == 2:
+        for name, node, width in (("boundary[0]", boundary[0], dim), ("boundary[1]", boundary[1], value_dim)):
+            _check_tensor(name, node, FLOATS, key.device)
+            _check_shape(name, node, [(heads, width)], "(Hkv, D)" if node is boundary[0] else "(Hkv, Dv)")
+    else:
+        raise TypeError(
+            f"boundary must be one of {', '.join(BOUNDARIES)} or a pair of tensors (k0, v0), got "
+            f"{type(boundary).__name__}"
+        )
+    # The rectangle rule evaluates each segment at its later node: no start node, and the step before the
+    # first node is `start_length` whatever the path does there.
+    if rule == "rectangle" or boundary == "repeat":
+        return None, start_length, 0.0
+    if boundary == "half":
+        return None, start_length / 2, start_length / 2
+    if boundary == "none":
+        return None, 0.0, 0.0
+    if boundary == "zero":
+        return (key.new_zeros(heads, dim), value.new_zeros(heads, value_dim)), start_length, 0.0
+    return (boundary[0], boundary[1]), start_length, 0.0  # pyright: ignore[reportReturnType]
+
+
+def _absorb_mask(seen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Turn a mask without gaps into intervals; what can't be said in intervals stays a mask."""
+    if mask.shape[1] > 1 or torch.compiler.is_compiling():
+        return seen, mask
+    runs, contiguous = iv.of_mask(mask[:, 0])
+    return iv.intersect(seen, runs), None if contiguous else mask
+
+
+def _resolve_position(
+    seen: Tensor,
+    position: Tensor,
+    is_causal: bool,
+    times: Tensor | None,
+    query_times: Tensor | None,
+    window: tuple[int | None, int | None],
+    time_window: float | None,
+) -> Tensor:
+    """Cut what is seen by where each query stands: causality, window and time window."""
+    for name, given in (("query_times", query_times), ("time_window", time_window)):
+        if given is not None and times is None:
+            raise ValueError(f"{name} needs times, got times=None")
+    times = None if times is None else times.detach()
+    now = None if query_times is None else query_times.detach()
+    if times is not None and now is not None:
+        position = iv.bisect(times, seen, now, right=True) - 1
+    if is_causal or window != (None, None):
+        left, right = window
+        seen = iv.intersect(seen, iv.around(position, left, 0 if is_causal else right))
+    if time_window is None or times is None:
+        return seen
+    if _check_number("time_window", time_window) <= 0:
+        raise ValueError(f"time_window must be positive, got {time_window}")
+    if now is None:
+        if not is_causal and not _holds(position >= 0):
+            raise ValueError(
+                "time_window needs query_times where there are more queries than nodes, since a query before the "
+                "first node stands at no time"
+            )
+        now = iv.at(times, position)
+    earliest = iv.bisect(times, seen, now - time_window, right=False)
+    return iv.intersect(seen, torch.stack([earliest, torch.full_like(earliest, times.shape[-1])], dim=-1))
+
+
+def _held_until(query_times: Tensor, times: Tensor, seen: Tensor, mask: Tensor | None) -> Tensor:
+    """How long the path is held constant from each query's last visible node to the query's own time."""
+    seen = seen.unsqueeze(1)
+    if mask is not None:
+        seen = iv.of_mask(iv.visible_nodes(seen, times.shape[-1]) & mask)[0]
+    lo, hi = seen.unbind(-1)
+    held = query_times.unsqueeze(1) - iv.at(times.unsqueeze(1), hi - 1)
+    return torch.where(hi > lo, held, 0.0)
+
+
+def _segment_lengths(times: Tensor, seen: Tensor) -> Tensor:
+    """The length of the segment that ends at each node, 0 where no query sees it; shape (B or 1, Lk)."""
+    lengths = torch.nn.functional.pad(times.diff(dim=-1), (1, 0))
+    return torch.where(_used_segments(seen, times.shape[-1]), lengths, 0.0)
+
+
+def _used_segments(seen: Tensor, key_length: int) -> Tensor:
+    """Which segments, named by the node they end at, have both their nodes in some query's interval; (B or 1, Lk)."""
+    return iv.covered_nodes(seen + seen.new_tensor([1, 0]), key_length)
+
+
+def _fits_sdpa(rule: str, return_lse: bool, mask: Tensor | None, arguments: dict) -> bool:
+    """A quadrature is an ordinary softmax, unless its lse or the gradient of its lengths is wanted."""
+    lengths = [x for x in (arguments["lengths"], arguments["end_length"]) if isinstance(x, Tensor)]
+    wants_length_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in lengths)
+    return rule in ("trapezoid", "rectangle") and not return_lse and mask is None and not wants_length_gradient
+
+
+# Validation. Checks that read a tensor's values are left out while torch compiles: they would break the graph.
+
+
+def _holds(condition: Tensor) -> bool:
+    return torch.compiler.is_compiling() or condition.is_meta or bool(condition.all())
+
+
+def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(_name, dtypes))}, got {_name(x.dtype)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on the query's device {device}, got {x.device}")
+
+
+def _check_shape(name: str, x: Tensor, shapes: list[tuple[int, ...]], meaning: str) -> None:
+    if tuple(x.shape) not in shapes:
+        wanted = " or ".join(dict.fromkeys(str(shape) for shape in shapes))
+        raise ValueError(f"{name} must have shape {meaning} = {wanted}, got {tuple(x.shape)}")
+
+
+def _check_choice(name: str, x: object, choices: tuple[str, ...], otherwise: str = "") -> None:
+    if not isinstance(x, str):
+        raise TypeError(f"{name} must be a string, got {type(x).__name__}")
+    if x not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}{otherwise}, got {x!r}")
+
+
+def _check_number(name: str, x: object) -> float:
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if not math.isfinite(x):
+        raise ValueError(f"{name} must be finite, got {x}")
+    return float(x)
+
+
+def _check_qkv(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, str, str], layout: str) -> None:
+    """Types, dims and the sizes that must agree; `names` are those of the caller's arguments."""
+    for name, x in zip(names, (query, key, value), strict=True):
+        _check_tensor(name, x, FLOATS, query.device if isinstance(query, Tensor) else None)
+        if x.ndim != len(layout.split(",")):
+            raise ValueError(f"{name} must have shape ({layout}), got {tuple(x.shape)}")
+    if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
+        raise ValueError(
+            f"{names[0]} and {names[1]} must have the same head dim D > 0, got {query.shape[-1]} and {key.shape[-1]}"
+        )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(
+            f"{names[1]} and {names[2]} must agree in all but the head dim, got {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+
+
+def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
+    if heads == key_heads and heads > 0:
+        return
+    if heads == 0 or key_heads == 0 or heads % key_heads:
+        raise ValueError(f"the query's heads must be a multiple of the key's, got Hq={heads} and Hkv={key_heads}")
+    if not enable_gqa:
+        raise ValueError(
+            f"query and key must have the same number of heads unless enable_gqa=True, got Hq={heads} and "
+            f"Hkv={key_heads}"
+        )
+
+
+def _unify_dtypes(names: tuple[str, str, str], *tensors: Tensor) -> list[Tensor]:
+    """Cast as autocast casts the arguments of SDPA; without it they must have one dtype."""
+    device = tensors[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    if len({x.dtype for x in tensors}) > 1:
+        got = ", ".join(_name(x.dtype) for x in tensors)
+        raise TypeError(f"{names[0]}, {names[1]} and {names[2]} must have the same dtype, got {got}")
+    return list(tensors)
+
+
+def _check_dropout(dropout_p: float) -> None:
+    if _check_number("dropout_p", dropout_p) != 0:
+        raise NotImplementedError(
+            f"dropout_p must be 0, got {dropout_p}: attention weights here are integrals over segments that "
+            "neighbouring nodes share, and a path without some of them isn't the same path any more; apply dropout "
+            "to the output instead"
+        )
+
+
+def _check_mask(mask: Tensor, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """The mask with four dims, the last one expanded to Lk."""
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        raise TypeError(f"attn_mask must be boolean (True = visible), got {_name(mask.dtype)}: {iv.WHY_NO_BIAS}")
+    _check_tensor("attn_mask", mask, (torch.bool,), device)
+    if mask.ndim > 4 or any(x not in (1, y) for x, y in zip(reversed(mask.shape), reversed(shape), strict=False)):
+        raise ValueError(f"attn_mask must be broadcastable to (B, Hq, Lq, Lk) = {shape}, got shape {tuple(mask.shape)}")
+    mask = mask[(None,) * (4 - mask.ndim)]
+    return mask.expand(-1, -1, -1, shape[3])
+
+
+def _check_times(
+    name: str, times: Tensor | None, batch: int | None, length: int, device: torch.device
+) -> Tensor | None:
+    """The times with a batch dim, (B or 1, L)."""
+    if times is None:
+        return None
+    _check_tensor(name, times, (torch.float32, torch.float64), device)
+    side = "Lq" if name == "query_times" else "Lk"
+    shapes = [(length,)] if batch is None else [(length,), (batch, length)]
+    _check_shape(name, times, shapes, f"({side},)" if batch is None else f"({side},) or (B, {side})")
+    return times if times.ndim == 2 else times.unsqueeze(0)
+
+
+def _check_order(times: Tensor, seen: Tensor) -> None:
+    """Times must be finite and not decrease, as far as any query may see them."""
+    times = times.detach()
+    finite = times.isfinite() | ~iv.covered_nodes(seen, times.shape[-1])
+    if not _holds(finite):
+        row, node = (int(x) for x in (~finite).nonzero()[0])
+        value = float(times[min(row, len(times) - 1), node])
+        raise ValueError(f"times must be finite, got {value} at node {node}{_in_batch(row, finite)}")
+    ordered = (times.diff(dim=-1) >= 0) | ~_used_segments(seen, times.shape[-1])[:, 1:]
+    if not _holds(ordered):
+        row, node = (int(x) for x in (~ordered).nonzero()[0])
+        before, after = times[min(row, len(times) - 1), node : node + 2].tolist()
+        raise ValueError(
+            f"times must not decrease, got {before!r} then {after!r} at nodes {node} and {node + 1}"
+            f"{_in_batch(row, ordered)}"
+        )
+
+
+def _in_batch(row: int, rows: Tensor) -> str:
+    return f" of batch element {row}" if len(rows) > 1 else ""
+
+
+def _check_window(window: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:
+    """The window as numbers of nodes to the left and right of the query's own, None for no limit."""
+    if window is None:
+        return None, None
+    if isinstance(window, int) and not isinstance(window, bool):
+        if window <= 0:
+            raise ValueError(f"window must be at least 1, the query's own node, got {window}")
+        if not is_causal:
+            raise ValueError(
+                f"window={window} counts the nodes up to the query's own and needs is_causal=True; for another "
+                "window give (left, right)"
+            )
+        return window - 1, 0
+    if (
+        not isinstance(window, Sequence)
+        or len(window) != 2
+        or any(isinstance(side, bool) or not isinstance(side, int) for side in window)
+    ):
+        raise TypeError(f"window must be an int or a pair of ints (left, right), got {window!r}")
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"window=(left, right) must be at least 0 each, or -1 for no limit, got {tuple(window)}")
+    return (None if left == -1 else left), (None if right == -1 else right)
+
+
+def _check_cu_seqlens(
+    name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int | None, total: int, device: torch.device
+) -> None:
+    _check_tensor(name, cu_seqlens, (torch.int32, torch.int64), device)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"{name} must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}")
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+        raise TypeError(f"{max_name} must be an int, got {type(max_seqlen).__name__}")
+    steps = cu_seqlens.diff()
+    if not _holds(steps >= 0) or not _holds((cu_seqlens[:1] == 0) & (cu_seqlens[-1:] == total)):
+        raise ValueError(f"{name} must rise from 0 to the number of tokens {total}, got {cu_seqlens.tolist()}")
+    if max_seqlen is not None and not _holds(steps <= max_seqlen):
+        raise ValueError(f"{max_name} must be at least the longest document {int(steps.max())}, got {max_seqlen}")
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is None:
+        return
+    _check_choice("backend", backend, BACKENDS, " or None")
+    if backend != "reference":
+        raise NotImplementedError(
+            f"backend={backend!r} isn't part of this version; backend='reference' and None can do everything"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

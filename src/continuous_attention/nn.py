@@ -1,0 +1,229 @@
+"""Modules around the operator.
+
+Shape legend: B batch, Lq queries, Lk nodes, E embed_dim, H heads, D = E / H.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from continuous_attention import intervals as iv
+from continuous_attention.functional import BOUNDARIES, continuous_attention
+
+
+class ContinuousMultiheadAttention(nn.Module):
+    """Multi-head continuous attention with the parameters, names and mask convention of `nn.MultiheadAttention`.
+
+        head_h = continuous_attention(Q W_h^Q, K W_h^K, V W_h^V)        out = concat(head_1, …, head_H) W^O
+
+    Its parameters have the same names and shapes, so `load_state_dict` takes those of an `nn.MultiheadAttention`
+    (with a learned boundary, pass strict=False). It can replace `self_attn` in `nn.TransformerEncoderLayer`.
+
+    Args:
+        embed_dim: E, width of queries and output.
+        num_heads: H, a divisor of E.
+        dropout: must be 0, see `continuous_attention`.
+        bias: whether the projections have biases.
+        kdim: width of `key`, E by default.
+        vdim: width of `value`, E by default.
+        batch_first: inputs are (B, length, width) instead of (length, B, width).
+        boundary: "zero", "repeat", "half" or "none" (see `continuous_attention`), or "learned": each head has a
+            trainable start node, `boundary_key` and `boundary_value` (H, D), zero at first.
+        start_length: length of the segment before the first visible node, in the unit of `times`.
+        rule: "exact", "trapezoid", "rectangle" or "taylor".
+        backend: "reference", "cpu", "triton" or None.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: a size or choice is wrong.
+        NotImplementedError: dropout isn't 0.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        boundary: str = "zero",
+        start_length: float = 1.0,
+        rule: str = "exact",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads <= 0 or embed_dim <= 0 or embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a positive multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}"
+            )
+        if dropout:
+            raise NotImplementedError(f"dropout must be 0, got {dropout}: apply it to the output instead")
+        if boundary not in (*BOUNDARIES, "learned"):
+            raise ValueError(f"boundary must be one of {', '.join((*BOUNDARIES, 'learned'))}, got {boundary!r}")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.batch_first = batch_first
+        self.boundary, self.start_length, self.rule, self.backend = boundary, start_length, rule, backend
+        # nn.TransformerEncoderLayer asks for this before it takes a shortcut past forward; False keeps it off.
+        self._qkv_same_embed_dim = False
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        if self.kdim == self.vdim == embed_dim:
+            self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
+        else:
+            self.q_proj_weight = parameter(embed_dim, embed_dim)
+            self.k_proj_weight = parameter(embed_dim, self.kdim)
+            self.v_proj_weight = parameter(embed_dim, self.vdim)
+        self.in_proj_bias = parameter(3 * embed_dim) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        if boundary == "learned":
+            self.boundary_key = parameter(num_heads, self.head_dim)
+            self.boundary_value = parameter(num_heads, self.head_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as `nn.MultiheadAttention` does; a learned boundary starts as the zero node."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("boundary") or name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("proj_weight"):
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        times: Tensor | None = None,
+        query_times: Tensor | None = None,
+        window: int | tuple[int, int] | None = None,
+        time_window: float | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attend from `query` along the path through `key` and `value`.
+
+        Args:
+            query: (Lq, B, E), or (B, Lq, E) with `batch_first`, or (Lq, E) without a batch.
+            key: (Lk, B, kdim), or as above.
+            value: (Lk, B, vdim), or as above.
+            key_padding_mask: (B, Lk), or (Lk,) without a batch; boolean, True = NOT a node, as in
+                `nn.MultiheadAttention`. Additive masks of 0 and −inf say the same and are allowed too.
+            need_weights: must be False, there are no weights per token to return.
+            attn_mask: (Lq, Lk) or (B·H, Lq, Lk); boolean, True = NOT visible, or additive with 0 and −inf.
+            is_causal: each query sees the nodes up to its own; needs no mask beside it.
+            times: (Lk,) or (B, Lk), see `continuous_attention`.
+            query_times: (Lq,) or (B, Lq).
+            window: number of nodes seen, or (left, right).
+            time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
+
+        Returns:
+            (out, None) with out shaped like `query`.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError: as `continuous_attention`.
+        """
+        if need_weights:
+            raise NotImplementedError("need_weights must be False: continuous attention has no weights per token")
+        dims = {x.ndim for x in (query, key, value)}
+        if dims not in ({2}, {3}):
+            raise ValueError(
+                "query, key and value must all have 2 dims, or 3 with a batch, got shapes "
+                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            )
+        widths = (query.shape[-1], key.shape[-1], value.shape[-1])
+        if widths != (self.embed_dim, self.kdim, self.vdim):
+            raise ValueError(
+                f"query, key and value must have widths (embed_dim, kdim, vdim) = "
+                f"{(self.embed_dim, self.kdim, self.vdim)}, got {widths}"
+            )
+        batch_dim = 0 if self.batch_first or dims == {2} else 1
+        if dims == {2}:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+        q, k, v = (self._split_heads(x.movedim(batch_dim, 0)) for x in self._project(query, key, value))
+        boundary = (self.boundary_key, self.boundary_value) if self.boundary == "learned" else self.boundary
+        out = continuous_attention(
+            q,
+            k,
+            v,
+            self._visible(key_padding_mask, attn_mask, len(q), q.shape[2], k.shape[2]),
+            is_causal=is_causal,
+            boundary=boundary,
+            times=times,
+            query_times=query_times,
+            start_length=self.start_length,
+            window=window,
+            time_window=time_window,
+            rule=self.rule,
+            backend=self.backend,
+        )
+        assert isinstance(out, Tensor)
+        out = self.out_proj(out.transpose(1, 2).flatten(2)).movedim(0, batch_dim)
+        return (out.squeeze(0) if dims == {2} else out), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if self.kdim == self.vdim == self.embed_dim:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        inputs = (query, key, value)
+        return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(B, length, E) to (B, H, length, D)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _visible(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int, queries: int, nodes: int
+    ) -> Tensor | None:
+        """The two masks of nn.MultiheadAttention as one mask of `continuous_attention` (True = visible)."""
+        visible = None
+        if key_padding_mask is not None:
+            padding = _hidden("key_padding_mask", key_padding_mask)
+            padding = padding.unsqueeze(0) if padding.ndim == 1 else padding
+            if padding.shape != (batch, nodes):
+                raise ValueError(
+                    f"key_padding_mask must have shape (B, Lk) = {(batch, nodes)}, got {tuple(key_padding_mask.shape)}"
+                )
+            visible = ~padding[:, None, None]
+        if attn_mask is not None:
+            hidden = _hidden("attn_mask", attn_mask)
+            if hidden.shape == (queries, nodes):
+                hidden = hidden[None, None]
+            elif hidden.shape == (batch * self.num_heads, queries, nodes):
+                hidden = hidden.unflatten(0, (batch, self.num_heads))
+            else:
+                raise ValueError(
+                    f"attn_mask must have shape (Lq, Lk) = {(queries, nodes)} or (B·H, Lq, Lk) = "
+                    f"{(batch * self.num_heads, queries, nodes)}, got {tuple(attn_mask.shape)}"
+                )
+            visible = ~hidden if visible is None else visible & ~hidden
+        return visible
+
+    def extra_repr(self) -> str:
+        """What print(module) shows."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, boundary={self.boundary!r}, rule={self.rule!r}"
+
+
+def _hidden(name: str, mask: Tensor) -> Tensor:
+    """A mask of nn.MultiheadAttention as boolean, True = hidden."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{name} must be boolean (True = hidden) or additive with 0 and −inf, got {mask.dtype}")
+    visible, exact = iv.of_additive(mask)
+    if not exact:
+        raise NotImplementedError(f"{name} has values other than 0 and −inf: {iv.WHY_NO_BIAS}")
+    return ~visible

@@ -1,0 +1,159 @@
+"""One segment of the path: masses of e^{a(s)} on a straight line, stable for every slope.
+
+Between two nodes the score is linear, a(s) = (1−s) a0 + s a1 with slope δ = a1 − a0. Everything the
+operator and its derivatives need are the moments
+
+    P_n = ∫ e^{a(s)} (s(1−s))ⁿ ds      L_n = ∫ e^{a(s)} (1−s) (s(1−s))ⁿ ds      R_n = ∫ e^{a(s)} s (s(1−s))ⁿ ds
+
+over 0 ≤ s ≤ 1: T = P_0 is the whole mass, L = L_0 and R = R_0 are the shares of the two nodes and M = P_1
+appears in the gradient. The family is closed under differentiation and integration by parts:
+
+    L_n + R_n = P_n                      R_n − L_n = δ P_{n+1} / (n+1)
+    ∂L_n/∂a0 = L_n − P_{n+1}             ∂L_n/∂a1 = ∂R_n/∂a0 = P_{n+1}             ∂R_n/∂a1 = R_n − P_{n+1}
+    ∂P_n/∂a0 = L_n                       ∂P_n/∂a1 = R_n
+
+so two autograd functions that call each other give derivatives of every order without storing more than
+the scores and the shares. Derivation: docs/math.md.
+"""
+
+import math
+from functools import cache
+from itertools import count
+
+import torch
+from torch import Tensor
+
+# Below this slope the quotients cancel (relative error eps/δ² for L and R), above it the series gets long.
+SERIES_LIMIT = 2.0
+
+
+def mass(a0: Tensor, a1: Tensor, n: int = 0) -> Tensor:
+    """Mass P_n = ∫ e^{a(s)} (s(1−s))ⁿ ds of a segment with end scores a0 and a1.
+
+    P_0 is the whole mass T = (e^{a1} − e^{a0}) / δ and P_1 is the moment M = (R − L) / δ.
+
+    Args:
+        a0: score at the first node, any shape that broadcasts with `a1`, floating point. Subtract the
+            running maximum first: e^{a0} and e^{a1} are evaluated and must not overflow.
+        a1: score at the second node.
+        n: order of the moment.
+
+    Returns:
+        P_n, positive, of the broadcast shape; differentiable as often as you like, δ = 0 included.
+    """
+    return _Mass.apply(*torch.broadcast_tensors(a0, a1), n)  # pyright: ignore[reportReturnType]
+
+
+def shares(a0: Tensor, a1: Tensor, n: int = 0) -> tuple[Tensor, Tensor]:
+    """Shares L_n = ∫ e^{a(s)} (1−s) (s(1−s))ⁿ ds and R_n = ∫ e^{a(s)} s (s(1−s))ⁿ ds of the two nodes.
+
+    For n = 0 these are L = e^{a0} φ2(δ) and R = e^{a1} φ2(−δ) with φ2(x) = (eˣ − 1 − x) / x².
+
+    Args:
+        a0: score at the first node, any shape that broadcasts with `a1`, floating point (see `mass`).
+        a1: score at the second node.
+        n: order of the moment.
+
+    Returns:
+        (L_n, R_n), positive, of the broadcast shape; differentiable as often as you like.
+    """
+    return _Shares.apply(*torch.broadcast_tensors(a0, a1), n)  # pyright: ignore[reportReturnType]
+
+
+class _Mass(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a0: Tensor, a1: Tensor, n: int) -> Tensor:
+        left, right = _evaluate_shares(a0, a1, n)
+        return left + right
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+        a0, a1, ctx.n = inputs
+        ctx.save_for_backward(a0, a1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN001  # pyright: ignore[reportIncompatibleMethodOverride]
+        a0, a1 = ctx.saved_tensors
+        left, right = shares(a0, a1, ctx.n)
+        return grad * left, grad * right, None
+
+
+class _Shares(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a0: Tensor, a1: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        return _evaluate_shares(a0, a1, n)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+        a0, a1, ctx.n = inputs
+        ctx.save_for_backward(a0, a1, *output)
+
+    @staticmethod
+    def backward(ctx, grad_left: Tensor, grad_right: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN001  # pyright: ignore[reportIncompatibleMethodOverride]
+        a0, a1, left, right = ctx.saved_tensors
+        exchange = (grad_right - grad_left) * mass(a0, a1, ctx.n + 1)
+        return grad_left * left + exchange, grad_right * right - exchange, None
+
+
+def _evaluate_shares(a0: Tensor, a1: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    slope = a1 - a0
+    high = torch.maximum(a0, a1).exp()
+    near = _shares_by_series(slope, high, n)
+    far = _shares_by_parts(slope, high, torch.minimum(a0, a1).exp(), n)
+    is_near = slope.abs() < SERIES_LIMIT
+    return torch.where(is_near, near[0], far[0]), torch.where(is_near, near[1], far[1])
+
+
+def _shares_by_series(slope: Tensor, high: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """L_n and R_n as (P_n ∓ δ P_{n+1} / (n+1)) / 2, with P_n = e^{(a0+a1)/2} times an even series in δ."""
+    slope = slope.clamp(-SERIES_LIMIT, SERIES_LIMIT)
+    squared = slope * slope
+    # e^{(a0+a1)/2} from the larger end, because a0 + a1 rounds where a1 − a0 doesn't.
+    middle = high * (slope.abs() * -0.5).exp_()
+    half_sum = _horner(squared, n).mul_(middle)
+    half_difference = _horner(squared, n + 1).mul_(middle).mul_(slope).div_(n + 1)
+    return half_sum - half_difference, half_sum + half_difference
+
+
+def _horner(squared: Tensor, n: int) -> Tensor:
+    """½ Σ_k c_k δ^{2k}, the series of ½ ∫ e^{δu} (¼ − u²)ⁿ du over |u| ≤ ½."""
+    first, *others = _series(n, torch.finfo(squared.dtype).eps)
+    total = torch.full_like(squared, first)
+    for coefficient in others:
+        total.mul_(squared).add_(coefficient)
+    return total
+
+
+@cache
+def _series(n: int, eps: float) -> list[float]:
+    """½ c_k, highest order first, with c_k = ∫ u^{2k} (¼ − u²)ⁿ du / (2k)! = 2^{−2k−2n−1} B(k+½, n+1) / (2k)!."""
+    coefficients: list[float] = []
+    for k in count():
+        log_beta = math.lgamma(k + 0.5) + math.lgamma(n + 1) - math.lgamma(k + n + 1.5)
+        coefficients.append(math.exp(log_beta - math.lgamma(2 * k + 1)) * 0.5 ** (2 * k + 2 * n + 2))
+        if coefficients[-1] * SERIES_LIMIT ** (2 * k) < coefficients[0] * eps / 8:
+            break
+    return coefficients[::-1]
+
+
+def _shares_by_parts(slope: Tensor, high: Tensor, low: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """L_n and R_n by integration by parts, seen from the end with the larger score (no e^{δ} can overflow).
+
+    With x = |δ|, H and G the shares of the higher and the lower end:
+    x P_0 = p_high − p_low, x H_0 = p_high − P_0, x G_0 = P_0 − p_low, and for n ≥ 1
+    x P_n = n (H_{n−1} − G_{n−1}), x H_n = n H_{n−1} − (2n+1) P_n, x G_n = (2n+1) P_n − n G_{n−1}.
+    """
+    inverse = slope.abs().clamp_(min=SERIES_LIMIT).reciprocal_()
+    total = (high - low).mul_(inverse)
+    at_high = (high - total).mul_(inverse)
+    at_low = (total - low).mul_(inverse)
+    for order in range(1, n + 1):
+        total = (at_high - at_low).mul_(inverse).mul_(order)
+        at_high = at_high.mul_(order).sub_(total, alpha=2 * order + 1).mul_(inverse)
+        at_low = at_low.mul_(-order).add_(total, alpha=2 * order + 1).mul_(inverse)
+    rises = slope >= 0
+    return torch.where(rises, at_low, at_high), torch.where(rises, at_high, at_low)
