@@ -75,35 +75,37 @@ def attention(
         # The domain: which columns are visible, how long each segment is, how long the path is held at its ends.
         visible = F.pad(visible, (1, 0))
         columns = torch.arange(visible.shape[-1], device=query.device)
+        first = visible.int().argmax(-1, keepdim=True)
         last = (columns * visible).amax(-1, keepdim=True)
-        at_first = visible & (columns == visible.int().argmax(-1, keepdim=True))
-        at_last = visible & (columns == last)
-        at_start = F.pad(at_first[..., 1:], (0, 1)) if start_node is not None else torch.zeros_like(visible)
+        at_first, at_last = visible & (columns == first), visible & (columns == last)
+        at_start = F.pad(at_first[..., 1:], (0, 1))
         length = torch.ones(1, key.shape[2], dtype=dtype, device=query.device) if lengths is None else lengths
         length = length.to(dtype)[:, None, None]
         if isinstance(end_length, Tensor):
             end_length = end_length.to(dtype).unsqueeze(-1)
         hold = at_last.to(dtype) * end_length
         if start_node is None:
-            hold = hold + at_first * start_length
+            hold = hold + at_first.to(dtype) * start_length
         else:
-            k0 = start_node[0].to(dtype).repeat_interleave(group, dim=0)
+            k0 = start_node[0].to(dtype).repeat_interleave(group, dim=0).unsqueeze(-2)
             visible = visible | at_start
-            score = torch.where(at_start, q @ k0.unsqueeze(-1), score)
+            score = torch.where(at_start, q @ k0.mT, score)
             length = torch.where(at_start[..., :-1], start_length, length)
         length = torch.where(visible[..., :-1] & visible[..., 1:], length, 0.0)
 
         # Node weights w_i, relative to e^peak.
         before, after = F.pad(length, (1, 0)), F.pad(length, (0, 1))
         extent = before + hold if rule == "rectangle" else (before + after) / 2 + hold
-        peak = score.detach().masked_fill(extent == 0, -math.inf).amax(-1, keepdim=True)
+        peak = torch.where(extent > 0, score.detach(), -math.inf).amax(-1, keepdim=True)
         peak = peak.masked_fill(peak == -math.inf, 0.0)
         score = torch.where(visible, score - peak, 0.0)
         # A node without extent has no weight and doesn't set the peak, so its score may lie above; keep it finite.
         score = score.clamp(max=math.log(torch.finfo(dtype).max) / 2)
         if rule == "exact":
             left, right = shares(score[..., :-1], score[..., 1:])
-            weight = F.pad(length * right, (1, 0)) + F.pad(length * left, (0, 1)) + hold * score.exp()
+            weight = F.pad(length * right, (1, 0)) + F.pad(length * left, (0, 1))
+            if start_node is None or isinstance(end_length, Tensor) or end_length > 0:
+                weight = weight + hold * score.exp()
         elif rule == "taylor":
             rise = length * score.diff(dim=-1)
             bend = F.pad(rise, (0, 1)) - F.pad(rise, (1, 0))
@@ -114,10 +116,12 @@ def attention(
         total = weight.sum(-1, keepdim=True)
         no_length = total == 0
         total = total.masked_fill(no_length, 1.0)
-        out = weight.masked_fill(at_start, 0.0) @ v
-        if start_node is not None:
-            v0 = start_node[1].to(dtype).repeat_interleave(group, dim=0)
-            out = out + weight.masked_fill(~at_start, 0.0).sum(-1, keepdim=True) * v0.unsqueeze(-2)
+        if start_node is None:
+            out = weight @ v
+        else:
+            v0 = start_node[1].to(dtype).repeat_interleave(group, dim=0).unsqueeze(-2)
+            weight_start = torch.where(at_start, weight, 0.0).sum(-1, keepdim=True)
+            out = torch.where(at_start, 0.0, weight) @ v + weight_start * v0
         # The limit of a domain whose length goes to 0; column 0 holds the 0 of an empty one.
         value_last = v.gather(2, last.expand(*out.shape[:3], v.shape[3]))
         out = torch.where(no_length, value_last, out / total)

@@ -65,8 +65,7 @@ class _Mass(torch.autograd.Function):
 
     @staticmethod
     def forward(a0: Tensor, a1: Tensor, n: int) -> Tensor:
-        left, right = _evaluate_shares(a0, a1, n)
-        return left + right
+        return _evaluate_mass(a0, a1, n)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
@@ -99,29 +98,51 @@ class _Shares(torch.autograd.Function):
         return grad_left * left + exchange, grad_right * right - exchange, None
 
 
+def _evaluate_mass(a0: Tensor, a1: Tensor, n: int) -> Tensor:
+    slope, p0, p1 = a1 - a0, a0.exp(), a1.exp()
+    near = _half_series(slope.clamp(-SERIES_LIMIT, SERIES_LIMIT).square_(), n).mul_(_middle(p0, p1)).mul_(2)
+    return torch.lerp(_mass_by_parts(_inverse(slope), p0, p1, n), near, _is_near(slope))
+
+
 def _evaluate_shares(a0: Tensor, a1: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    slope = a1 - a0
-    high = torch.maximum(a0, a1).exp()
-    near = _shares_by_series(slope, high, n)
-    far = _shares_by_parts(slope, high, torch.minimum(a0, a1).exp(), n)
-    is_near = slope.abs() < SERIES_LIMIT
-    return torch.where(is_near, near[0], far[0]), torch.where(is_near, near[1], far[1])
+    slope, p0, p1 = a1 - a0, a0.exp(), a1.exp()
+    near = _shares_by_series(slope, p0, p1, n)
+    far = _shares_by_parts(_inverse(slope), p0, p1, n)
+    is_near = _is_near(slope)
+    return torch.lerp(far[0], near[0], is_near), torch.lerp(far[1], near[1], is_near)
 
 
-def _shares_by_series(slope: Tensor, high: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """L_n and R_n as (P_n ∓ δ P_{n+1} / (n+1)) / 2, with P_n = e^{(a0+a1)/2} times an even series in δ."""
+def _is_near(slope: Tensor) -> Tensor:
+    """1 where the series holds, else 0, for lerp between two finite results.
+
+    lerp is exact at 0 and 1, and torch.where takes ten times as long where small and large slopes are mixed.
+    """
+    return (slope.abs() < SERIES_LIMIT).to(slope.dtype)
+
+
+def _middle(p0: Tensor, p1: Tensor) -> Tensor:
+    """e^{(a0+a1)/2}, without the product p0 · p1 that could underflow."""
+    return p0.sqrt().mul_(p1.sqrt())
+
+
+def _inverse(slope: Tensor) -> Tensor:
+    """1/δ where the quotients are used, finite elsewhere."""
+    return slope.abs().clamp_(min=SERIES_LIMIT).copysign_(slope).reciprocal_()
+
+
+def _shares_by_series(slope: Tensor, p0: Tensor, p1: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """L_n and R_n as (P_n ∓ δ P_{n+1} / (n+1)) / 2, where P_n is e^{(a0+a1)/2} times an even series in δ."""
     slope = slope.clamp(-SERIES_LIMIT, SERIES_LIMIT)
     squared = slope * slope
-    # e^{(a0+a1)/2} from the larger end, because a0 + a1 rounds where a1 − a0 doesn't.
-    middle = high * (slope.abs() * -0.5).exp_()
-    half_sum = _horner(squared, n).mul_(middle)
-    half_difference = _horner(squared, n + 1).mul_(middle).mul_(slope).div_(n + 1)
-    return half_sum - half_difference, half_sum + half_difference
+    middle = _middle(p0, p1)
+    half_sum = _half_series(squared, n).mul_(middle)
+    half_difference = _half_series(squared, n + 1).mul_(middle).mul_(slope).div_(n + 1)
+    return half_sum - half_difference, half_difference.add_(half_sum)
 
 
-def _horner(squared: Tensor, n: int) -> Tensor:
-    """½ Σ_k c_k δ^{2k}, the series of ½ ∫ e^{δu} (¼ − u²)ⁿ du over |u| ≤ ½."""
-    first, *others = _series(n, torch.finfo(squared.dtype).eps)
+def _half_series(squared: Tensor, n: int) -> Tensor:
+    """½ ∫ e^{δu} (¼ − u²)ⁿ du over |u| ≤ ½, as a polynomial in δ²."""
+    first, *others = _coefficients(n, torch.finfo(squared.dtype).eps)
     total = torch.full_like(squared, first)
     for coefficient in others:
         total.mul_(squared).add_(coefficient)
@@ -129,8 +150,8 @@ def _horner(squared: Tensor, n: int) -> Tensor:
 
 
 @cache
-def _series(n: int, eps: float) -> list[float]:
-    """½ c_k, highest order first, with c_k = ∫ u^{2k} (¼ − u²)ⁿ du / (2k)! = 2^{−2k−2n−1} B(k+½, n+1) / (2k)!."""
+def _coefficients(n: int, eps: float) -> list[float]:
+    """½ ∫ u^{2k} (¼ − u²)ⁿ du / (2k)! = 2^{−2k−2n−2} B(k+½, n+1) / (2k)!, highest k first, as many as eps asks for."""
     coefficients: list[float] = []
     for k in count():
         log_beta = math.lgamma(k + 0.5) + math.lgamma(n + 1) - math.lgamma(k + n + 1.5)
@@ -140,20 +161,25 @@ def _series(n: int, eps: float) -> list[float]:
     return coefficients[::-1]
 
 
-def _shares_by_parts(slope: Tensor, high: Tensor, low: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """L_n and R_n by integration by parts, seen from the end with the larger score (no e^{δ} can overflow).
+def _mass_by_parts(inverse: Tensor, p0: Tensor, p1: Tensor, n: int) -> Tensor:
+    """P_n for slopes far from 0: δ P_0 = p1 − p0 and δ P_n = n (R_{n−1} − L_{n−1})."""
+    if n == 0:
+        return (p1 - p0).mul_(inverse)
+    left, right = _shares_by_parts(inverse, p0, p1, n - 1)
+    return (right - left).mul_(inverse).mul_(n)
 
-    With x = |δ|, H and G the shares of the higher and the lower end:
-    x P_0 = p_high − p_low, x H_0 = p_high − P_0, x G_0 = P_0 − p_low, and for n ≥ 1
-    x P_n = n (H_{n−1} − G_{n−1}), x H_n = n H_{n−1} − (2n+1) P_n, x G_n = (2n+1) P_n − n G_{n−1}.
+
+def _shares_by_parts(inverse: Tensor, p0: Tensor, p1: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """L_n and R_n for slopes far from 0, by integration by parts.
+
+    δ L_0 = P_0 − p0, δ R_0 = p1 − P_0, and for n ≥ 1
+    δ L_n = (2n+1) P_n − n L_{n−1}, δ R_n = n R_{n−1} − (2n+1) P_n.
     """
-    inverse = slope.abs().clamp_(min=SERIES_LIMIT).reciprocal_()
-    total = (high - low).mul_(inverse)
-    at_high = (high - total).mul_(inverse)
-    at_low = (total - low).mul_(inverse)
+    total = _mass_by_parts(inverse, p0, p1, 0)
+    left = (total - p0).mul_(inverse)
+    right = (p1 - total).mul_(inverse)
     for order in range(1, n + 1):
-        total = (at_high - at_low).mul_(inverse).mul_(order)
-        at_high = at_high.mul_(order).sub_(total, alpha=2 * order + 1).mul_(inverse)
-        at_low = at_low.mul_(-order).add_(total, alpha=2 * order + 1).mul_(inverse)
-    rises = slope >= 0
-    return torch.where(rises, at_low, at_high), torch.where(rises, at_high, at_low)
+        total = (right - left).mul_(inverse).mul_(order)
+        left = left.mul_(-order).add_(total, alpha=2 * order + 1).mul_(inverse)
+        right = right.mul_(order).sub_(total, alpha=2 * order + 1).mul_(inverse)
+    return left, right
