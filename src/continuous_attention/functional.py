@@ -304,7 +304,7 @@ def _attend(
         "rule": rule,
     }
     _check_backend(backend)
-    if backend is None and _fits_sdpa(rule, return_lse, mask, arguments):
+    if backend is None and mask is None and not return_lse and _fits_sdpa(key, arguments):
         return quadrature.attention(query, key, value, seen, **arguments)
     out, lse = reference.attention(query, key, value, seen, mask=mask, **arguments)
     return (out, lse) if return_lse else out
@@ -340,11 +340,10 @@ def _resolve_boundary(
 
 
 def _absorb_mask(seen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Turn a mask without gaps into intervals; what can't be said in intervals stays a mask."""
-    if mask.shape[1] > 1 or torch.compiler.is_compiling():
-        return seen, mask
-    runs, contiguous = iv.of_mask(mask[:, 0])
-    return iv.intersect(seen, runs), None if contiguous else mask
+    """Turn a mask without gaps into intervals; what can't be said in intervals stays a mask beside its hull."""
+    runs, contiguous = iv.of_mask(mask.any(1))
+    said = mask.shape[1] == 1 and not torch.compiler.is_compiling() and bool(contiguous)
+    return iv.intersect(seen, runs), None if said else mask
 
 
 def _resolve_position(
@@ -403,11 +402,11 @@ def _used_segments(seen: Tensor, key_length: int) -> Tensor:
     return iv.covered_nodes(seen + seen.new_tensor([1, 0]), key_length)
 
 
-def _fits_sdpa(rule: str, return_lse: bool, mask: Tensor | None, arguments: dict) -> bool:
-    """A quadrature is an ordinary softmax, unless its lse or the gradient of its lengths is wanted."""
+def _fits_sdpa(key: Tensor, arguments: dict[str, Any]) -> bool:
+    """A quadrature is an ordinary softmax, unless the gradient of its lengths is wanted."""
     lengths = [x for x in (arguments["lengths"], arguments["end_length"]) if isinstance(x, Tensor)]
     wants_length_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in lengths)
-    return rule in ("trapezoid", "rectangle") and not return_lse and mask is None and not wants_length_gradient
+    return arguments["rule"] in ("trapezoid", "rectangle") and key.shape[2] > 0 and not wants_length_gradient
 
 
 # Validation. Checks that read a tensor's values are left out while torch compiles: they would break the graph.

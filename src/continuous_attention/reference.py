@@ -67,10 +67,10 @@ def attention(
 
         # Nodes that no query sees may hold anything, NaN included.
         unseen = ~visible.any(-2).unsqueeze(-1)
-        q = query.to(dtype) * scale
+        q = query.to(dtype)
         k = F.pad(key.to(dtype).repeat_interleave(group, dim=1).masked_fill(unseen, 0.0), (0, 0, 1, 0))
         v = F.pad(value.to(dtype).repeat_interleave(group, dim=1).masked_fill(unseen, 0.0), (0, 0, 1, 0))
-        score = q @ k.mT
+        score = q @ k.mT * scale
 
         # The domain: which columns are visible, how long each segment is, how long the path is held at its ends.
         visible = F.pad(visible, (1, 0))
@@ -89,7 +89,7 @@ def attention(
         else:
             k0 = start_node[0].to(dtype).repeat_interleave(group, dim=0).unsqueeze(-2)
             visible = visible | at_start
-            score = torch.where(at_start, q @ k0.mT, score)
+            score = torch.where(at_start, q @ k0.mT * scale, score)
             length = torch.where(at_start[..., :-1], start_length, length)
         length = torch.where(visible[..., :-1] & visible[..., 1:], length, 0.0)
 
