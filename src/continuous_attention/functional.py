@@ -5,7 +5,7 @@ Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -74,8 +74,9 @@ def continuous_attention(
         intervals: int32 or int64 (B or 1, Lq, 2): the nodes [lo, hi) that each query sees, for everything else.
         rule: "exact" for the integral. "trapezoid" and "rectangle" are the quadratures that an ordinary softmax
             with log-weights can do: weights (h_i + h_{i+1})/2 (half of it at the ends of the domain, the start node
-            included), or h_i with `start_length` on the first visible node (unit steps: the ordinary softmax, no
-            start node). "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
+            included), or h_i with `start_length` on the first visible node (unit steps: the ordinary softmax, no start
+            node). They run in torch's SDPA, which differentiates once, unless lse or a gradient of times is wanted.
+            "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
         return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
         backend: "reference", "cpu", "triton", or None for the best one that can do it. A named one never falls back.
 
@@ -98,6 +99,7 @@ def continuous_attention(
     _check_heads(query.shape[1], key.shape[1], enable_gqa)
     batch, heads, query_length, key_length = (*query.shape[:3], key.shape[2])
     _check_dropout(dropout_p)
+    _check_flag("enable_gqa", enable_gqa)
     if attn_mask is not None:
         attn_mask = _check_mask(attn_mask, (batch, heads, query_length, key_length), query.device)
     seen = iv.everything(key_length, query.device)
@@ -111,6 +113,7 @@ def continuous_attention(
         value,
         seen=seen,
         position=iv.standing(query_length, key_length, query.device),
+        origin=0,
         mask=attn_mask,
         is_causal=is_causal,
         scale=scale,
@@ -194,6 +197,7 @@ def continuous_attention_varlen(
         *packed,
         seen=seen,
         position=position,
+        origin=seen[..., 0],
         mask=None,
         is_causal=is_causal,
         scale=scale,
@@ -237,6 +241,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """
     for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         _check_tensor(name, x, FLOATS, out_a.device if isinstance(out_a, Tensor) else None)
+    if out_a.ndim == 0:
+        raise ValueError("out_a must have shape (…, Dv), got ()")
     _check_shape("out_b", out_b, [tuple(out_a.shape)], "out_a's shape")
     for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check_shape(name, x, [tuple(out_a.shape[:-1])], "out_a's shape without the last dim")
@@ -261,6 +267,7 @@ def _attend(
     *,
     seen: Tensor,
     position: Tensor,
+    origin: int | Tensor,
     mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
@@ -274,8 +281,14 @@ def _attend(
     return_lse: bool,
     backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Resolve to intervals, lengths and ends, then run. `seen` (B or 1, Lq or 1, 2) is what is visible at most."""
+    """Resolve to intervals, lengths and ends, then run.
+
+    `seen` (B or 1, Lq or 1, 2) is what is visible at most, `position` (1, Lq) the node that each query stands on, and
+    `origin` the first node that there is for it.
+    """
     _check_choice("rule", rule, RULES)
+    _check_flag("is_causal", is_causal)
+    _check_flag("return_lse", return_lse)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
     start_length = _check_number("start_length", start_length)
     if start_length < 0:
@@ -286,11 +299,10 @@ def _attend(
         seen, mask = _absorb_mask(seen, mask)
     if times is not None:
         _check_order(times, seen)
-    if query_times is not None and not _holds(query_times.isfinite()):
+    if query_times is not None and not iv.holds(query_times.isfinite()):
         raise ValueError(f"query_times must be finite, got {query_times[~query_times.isfinite()][0].item()}")
-    seen = _resolve_position(
-        seen, position, is_causal, times, query_times, _check_window(window, is_causal), time_window
-    )
+    sides = _check_window(window, is_causal)
+    seen = _resolve_position(seen, position, origin, is_causal, times, query_times, sides, time_window)
     end_length = end_held
     if is_causal and times is not None and query_times is not None:
         end_length = end_held + _held_until(query_times, times, seen, mask)
@@ -342,13 +354,14 @@ def _resolve_boundary(
 def _absorb_mask(seen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Turn a mask without gaps into intervals; what can't be said in intervals stays a mask beside its hull."""
     runs, contiguous = iv.of_mask(mask.any(1))
-    said = mask.shape[1] == 1 and not torch.compiler.is_compiling() and bool(contiguous)
+    said = mask.shape[1] == 1 and iv.readable(mask) and bool(contiguous)
     return iv.intersect(seen, runs), None if said else mask
 
 
 def _resolve_position(
     seen: Tensor,
     position: Tensor,
+    origin: int | Tensor,
     is_causal: bool,
     times: Tensor | None,
     query_times: Tensor | None,
@@ -371,7 +384,7 @@ def _resolve_position(
     if _check_number("time_window", time_window) <= 0:
         raise ValueError(f"time_window must be positive, got {time_window}")
     if now is None:
-        if not is_causal and not _holds(position >= 0):
+        if not is_causal and not iv.holds(position >= origin):
             raise ValueError(
                 "time_window needs query_times where there are more queries than nodes, since a query before the "
                 "first node stands at no time"
@@ -409,16 +422,14 @@ def _fits_sdpa(key: Tensor, arguments: dict[str, Any]) -> bool:
     return arguments["rule"] in ("trapezoid", "rectangle") and key.shape[2] > 0 and not wants_length_gradient
 
 
-# Validation. Checks that read a tensor's values are left out while torch compiles: they would break the graph.
-
-
-def _holds(condition: Tensor) -> bool:
-    return torch.compiler.is_compiling() or condition.is_meta or bool(condition.all())
+# Validation
 
 
 def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a {'nested' if x.is_nested else _name(x.layout)} one")
     if x.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {' or '.join(map(_name, dtypes))}, got {_name(x.dtype)}")
     if device is not None and x.device != device:
@@ -436,6 +447,11 @@ def _check_choice(name: str, x: object, choices: tuple[str, ...], otherwise: str
         raise TypeError(f"{name} must be a string, got {type(x).__name__}")
     if x not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}{otherwise}, got {x!r}")
+
+
+def _check_flag(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
 
 
 def _check_number(name: str, x: object) -> float:
@@ -524,12 +540,12 @@ def _check_order(times: Tensor, seen: Tensor) -> None:
     """Times must be finite and not decrease, as far as any query may see them."""
     times = times.detach()
     finite = times.isfinite() | ~iv.covered_nodes(seen, times.shape[-1])
-    if not _holds(finite):
+    if not iv.holds(finite):
         row, node = (int(x) for x in (~finite).nonzero()[0])
         value = float(times[min(row, len(times) - 1), node])
         raise ValueError(f"times must be finite, got {value} at node {node}{_in_batch(row, finite)}")
     ordered = (times.diff(dim=-1) >= 0) | ~_used_segments(seen, times.shape[-1])[:, 1:]
-    if not _holds(ordered):
+    if not iv.holds(ordered):
         row, node = (int(x) for x in (~ordered).nonzero()[0])
         before, after = times[min(row, len(times) - 1), node : node + 2].tolist()
         raise ValueError(
@@ -542,29 +558,29 @@ def _in_batch(row: int, rows: Tensor) -> str:
     return f" of batch element {row}" if len(rows) > 1 else ""
 
 
-def _check_window(window: int | tuple[int, int] | None, is_causal: bool) -> tuple[int | None, int | None]:
+def _check_window(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
     """The window as numbers of nodes to the left and right of the query's own, None for no limit."""
     if window is None:
         return None, None
-    if isinstance(window, int) and not isinstance(window, bool):
-        if window <= 0:
+    if _is_integer(window):
+        if int(window) <= 0:
             raise ValueError(f"window must be at least 1, the query's own node, got {window}")
         if not is_causal:
             raise ValueError(
                 f"window={window} counts the nodes up to the query's own and needs is_causal=True; for another "
                 "window give (left, right)"
             )
-        return window - 1, 0
-    if (
-        not isinstance(window, Sequence)
-        or len(window) != 2
-        or any(isinstance(side, bool) or not isinstance(side, int) for side in window)
-    ):
+        return int(window) - 1, 0
+    if not isinstance(window, Sequence) or len(window) != 2 or not all(map(_is_integer, window)):
         raise TypeError(f"window must be an int or a pair of ints (left, right), got {window!r}")
-    left, right = window
+    left, right = (int(side) for side in window)
     if left < -1 or right < -1:
-        raise ValueError(f"window=(left, right) must be at least 0 each, or -1 for no limit, got {tuple(window)}")
+        raise ValueError(f"window=(left, right) must be at least 0 each, or -1 for no limit, got {(left, right)}")
     return (None if left == -1 else left), (None if right == -1 else right)
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def _check_cu_seqlens(
@@ -573,12 +589,12 @@ def _check_cu_seqlens(
     _check_tensor(name, cu_seqlens, (torch.int32, torch.int64), device)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"{name} must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}")
-    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+    if max_seqlen is not None and not _is_integer(max_seqlen):
         raise TypeError(f"{max_name} must be an int, got {type(max_seqlen).__name__}")
     steps = cu_seqlens.diff()
-    if not _holds(steps >= 0) or not _holds((cu_seqlens[:1] == 0) & (cu_seqlens[-1:] == total)):
+    if not iv.holds(steps >= 0) or not iv.holds((cu_seqlens[:1] == 0) & (cu_seqlens[-1:] == total)):
         raise ValueError(f"{name} must rise from 0 to the number of tokens {total}, got {cu_seqlens.tolist()}")
-    if max_seqlen is not None and not _holds(steps <= max_seqlen):
+    if max_seqlen is not None and not iv.holds(steps <= max_seqlen):
         raise ValueError(f"{max_name} must be at least the longest document {int(steps.max())}, got {max_seqlen}")
 
 
@@ -592,5 +608,5 @@ def _check_backend(backend: str | None) -> None:
         )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

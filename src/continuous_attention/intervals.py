@@ -71,13 +71,26 @@ def of_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([lo, hi], dim=-1), (hi - lo == count).all()
 
 
-def of_additive(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """An additive mask as a boolean one, True = visible; the scalar says whether it had no values but 0 and −inf.
+def of_additive(name: str, mask: Tensor) -> Tensor:
+    """An additive mask of 0 and −inf (or the dtype's lowest number) as a boolean one, True = visible.
 
-    The dtype's lowest number counts as −inf, as many libraries use it.
+    Raises:
+        NotImplementedError: the mask called `name` has other values.
     """
     visible = mask == 0
-    return visible, (visible | (mask <= torch.finfo(mask.dtype).min)).all()
+    if not holds(visible | (mask <= torch.finfo(mask.dtype).min)):
+        raise NotImplementedError(f"{name} has values other than 0 and −inf: {WHY_NO_BIAS}")
+    return visible
+
+
+def readable(x: Tensor) -> bool:
+    """Whether Python may read the tensor's values: not on the meta device, nor while torch compiles."""
+    return not (torch.compiler.is_compiling() or x.is_meta)
+
+
+def holds(condition: Tensor) -> bool:
+    """Whether a condition is true everywhere, or its values can't be read."""
+    return not readable(condition) or bool(condition.all())
 
 
 def at(times: Tensor, position: Tensor) -> Tensor:

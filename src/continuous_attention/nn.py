@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from continuous_attention import intervals as iv
-from continuous_attention.functional import BOUNDARIES, continuous_attention
+from continuous_attention.functional import BACKENDS, BOUNDARIES, RULES, continuous_attention
 
 
 class ContinuousMultiheadAttention(nn.Module):
@@ -58,14 +58,26 @@ class ContinuousMultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads <= 0 or embed_dim <= 0 or embed_dim % num_heads:
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        for name, size in sizes.items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
+            if size is not None and size <= 0:
+                raise ValueError(f"{name} must be positive, got {name}={size}")
+        if embed_dim % num_heads:
             raise ValueError(
-                f"embed_dim must be a positive multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}"
+                f"embed_dim must be a multiple of num_heads, got embed_dim={embed_dim}, num_heads={num_heads}"
             )
         if dropout:
-            raise NotImplementedError(f"dropout must be 0, got {dropout}: apply it to the output instead")
-        if boundary not in (*BOUNDARIES, "learned"):
-            raise ValueError(f"boundary must be one of {', '.join((*BOUNDARIES, 'learned'))}, got {boundary!r}")
+            raise NotImplementedError(f"dropout must be 0, got {dropout!r}: apply it to the output instead")
+        choices = {"boundary": (boundary, (*BOUNDARIES, "learned")), "rule": (rule, RULES)}
+        if backend is not None:
+            choices["backend"] = (backend, BACKENDS)
+        for name, (choice, allowed) in choices.items():
+            if choice not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
+        if not start_length >= 0:
+            raise ValueError(f"start_length must be at least 0, got {start_length}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.batch_first = batch_first
@@ -136,6 +148,13 @@ class ContinuousMultiheadAttention(nn.Module):
         """
         if need_weights:
             raise NotImplementedError("need_weights must be False: continuous attention has no weights per token")
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            if x.is_nested:
+                raise NotImplementedError(
+                    f"{name} is a nested tensor; pad it instead (nn.TransformerEncoder: enable_nested_tensor=False)"
+                )
         dims = {x.ndim for x in (query, key, value)}
         if dims not in ({2}, {3}):
             raise ValueError(
@@ -157,7 +176,7 @@ class ContinuousMultiheadAttention(nn.Module):
             q,
             k,
             v,
-            self._visible(key_padding_mask, attn_mask, len(q), q.shape[2], k.shape[2]),
+            self._visible(key_padding_mask, attn_mask, q, k),
             is_causal=is_causal,
             boundary=boundary,
             times=times,
@@ -186,12 +205,13 @@ class ContinuousMultiheadAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _visible(
-        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, batch: int, queries: int, nodes: int
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor
     ) -> Tensor | None:
         """The two masks of nn.MultiheadAttention as one mask of `continuous_attention` (True = visible)."""
+        batch, queries, nodes = len(q), q.shape[2], k.shape[2]
         visible = None
         if key_padding_mask is not None:
-            padding = _hidden("key_padding_mask", key_padding_mask)
+            padding = _hidden("key_padding_mask", key_padding_mask, q.device)
             padding = padding.unsqueeze(0) if padding.ndim == 1 else padding
             if padding.shape != (batch, nodes):
                 raise ValueError(
@@ -199,7 +219,7 @@ class ContinuousMultiheadAttention(nn.Module):
                 )
             visible = ~padding[:, None, None]
         if attn_mask is not None:
-            hidden = _hidden("attn_mask", attn_mask)
+            hidden = _hidden("attn_mask", attn_mask, q.device)
             if hidden.shape == (queries, nodes):
                 hidden = hidden[None, None]
             elif hidden.shape == (batch * self.num_heads, queries, nodes):
@@ -217,13 +237,14 @@ class ContinuousMultiheadAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, boundary={self.boundary!r}, rule={self.rule!r}"
 
 
-def _hidden(name: str, mask: Tensor) -> Tensor:
+def _hidden(name: str, mask: Tensor, device: torch.device) -> Tensor:
     """A mask of nn.MultiheadAttention as boolean, True = hidden."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
+    if mask.device != device:
+        raise ValueError(f"{name} must be on the query's device {device}, got {mask.device}")
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
         raise TypeError(f"{name} must be boolean (True = hidden) or additive with 0 and −inf, got {mask.dtype}")
-    visible, exact = iv.of_additive(mask)
-    if not exact:
-        raise NotImplementedError(f"{name} has values other than 0 and −inf: {iv.WHY_NO_BIAS}")
-    return ~visible
+    return ~iv.of_additive(name, mask)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from continuous_attention.intervals import covered_nodes, visible_nodes
+from continuous_attention.reference import accumulation_dtype, full_precision
 
 
 def attention(
@@ -37,16 +38,17 @@ def attention(
         out = F.scaled_dot_product_attention(query, key, value, visible | empty, scale=scale, enable_gqa=True)
         return out.masked_fill(empty, 0.0)
 
-    # A log-weight in half precision would lose digits that the lengths have.
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
     weight = _node_weights(visible, lengths, start_node is not None, start_length, end_length, rule)
+    # A log-weight in half precision would lose digits that the lengths have.
+    dtype = accumulation_dtype(query.dtype)
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
     if start_node is not None:
         k0, v0 = (node.to(dtype).expand(len(key), -1, -1).unsqueeze(2) for node in start_node)
         k, v = torch.cat([k0, k], dim=2), torch.cat([v0, v], dim=2)
         weight = torch.cat([torch.full_like(weight[..., :1], start_length / 2), weight], dim=-1)
     bias = weight.log().masked_fill(empty, 0.0).to(dtype)
-    out = F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
+    with full_precision(query.device):
+        out = F.scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=True)
     return out.masked_fill(empty, 0.0).to(query.dtype)
 
 

@@ -10,6 +10,8 @@ is column i + 1 of C = Lk + 1 columns: the start node stands in the column befor
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,11 @@ from continuous_attention.segment import shares
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, weights and lse: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Keep autocast away: under it a product of float32 tensors is computed in half precision."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def attention(
@@ -58,7 +65,7 @@ def attention(
         float64). Where the domain is empty out is 0, where it has no length out is the last visible node's value,
         and lse is −inf in both.
     """
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         dtype = accumulation_dtype(query.dtype)
         group = query.shape[1] // key.shape[1]
         visible = visible_nodes(intervals, key.shape[2])[:, None]
@@ -91,7 +98,9 @@ def attention(
             visible = visible | at_start
             score = torch.where(at_start, q @ k0.mT * scale, score)
             length = torch.where(at_start[..., :-1], start_length, length)
-        length = torch.where(visible[..., :-1] & visible[..., 1:], length, 0.0)
+        # The rectangle rule knows no segments: each node has the step before it, seen or not.
+        counts = visible[..., 1:] & ~at_first[..., 1:] if rule == "rectangle" else visible[..., 1:] & visible[..., :-1]
+        length = torch.where(counts, length, 0.0)
 
         # Node weights w_i, relative to e^peak.
         before, after = F.pad(length, (1, 0)), F.pad(length, (0, 1))

@@ -17,7 +17,6 @@ the scores and the shares. Derivation: docs/math.md.
 """
 
 import math
-from functools import cache
 from itertools import count
 
 import torch
@@ -100,7 +99,7 @@ class _Shares(torch.autograd.Function):
 
 def _evaluate_mass(a0: Tensor, a1: Tensor, n: int) -> Tensor:
     slope, p0, p1 = a1 - a0, a0.exp(), a1.exp()
-    near = _half_series(slope.clamp(-SERIES_LIMIT, SERIES_LIMIT).square_(), n).mul_(_middle(p0, p1)).mul_(2)
+    near = _half_series(slope.clamp(-SERIES_LIMIT, SERIES_LIMIT).square(), n).mul_(_middle(p0, p1)).mul_(2)
     return torch.lerp(_mass_by_parts(_inverse(slope), p0, p1, n), near, _is_near(slope))
 
 
@@ -127,7 +126,7 @@ def _middle(p0: Tensor, p1: Tensor) -> Tensor:
 
 def _inverse(slope: Tensor) -> Tensor:
     """1/δ where the quotients are used, finite elsewhere."""
-    return slope.abs().clamp_(min=SERIES_LIMIT).copysign_(slope).reciprocal_()
+    return slope.abs().clamp(min=SERIES_LIMIT).copysign_(slope).reciprocal_()
 
 
 def _shares_by_series(slope: Tensor, p0: Tensor, p1: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +148,6 @@ def _half_series(squared: Tensor, n: int) -> Tensor:
     return total
 
 
-@cache
 def _coefficients(n: int, eps: float) -> list[float]:
     """½ ∫ u^{2k} (¼ − u²)ⁿ du / (2k)! = 2^{−2k−2n−2} B(k+½, n+1) / (2k)!, highest k first, as many as eps asks for."""
     coefficients: list[float] = []

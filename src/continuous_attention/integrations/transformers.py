@@ -32,7 +32,8 @@ def register_transformers() -> None:
     Afterwards `from_pretrained(…, attn_implementation="continuous")`, `from_config(config,
     attn_implementation="continuous")` and `model.set_attn_implementation("continuous")` train and evaluate a model
     with `continuous_attention` (boundary "zero") in every attention layer. Padding, packed sequences, sliding
-    windows and chunks cut the path. Attention dropout, soft-capping, position biases, sinks and additive masks raise
+    windows and chunks cut the path; transformers sees packed `position_ids` only without an attention mask and without
+    a cache (use_cache=False). Attention dropout, soft-capping, position biases, sinks and additive masks raise
     NotImplementedError.
 
     Raises:
@@ -56,8 +57,9 @@ def mask_intervals(
     """The mask function: which nodes each query sees, of all that transformers' masks can say.
 
     Returns:
-        int64 (B, 1, Lq, 2), the interval [lo, hi) of each query: four dims, since transformers hands on only
-        masks with four dims untouched. A mask with gaps stays boolean, (B, 1, Lq, Lk).
+        int64 (B, 2, Lq, 1), the ends lo and hi of each query's interval: four dims, since transformers hands on only
+        masks with four dims untouched, and a shape that no mask of a user has. A mask with gaps stays boolean,
+        (B, 1, Lq, Lk).
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -66,7 +68,7 @@ def mask_intervals(
     if torch.compiler.is_compiling():
         return mask
     intervals, contiguous = iv.of_mask(mask)
-    return intervals if contiguous else mask
+    return intervals.transpose(1, 3) if contiguous else mask
 
 
 def attention_forward(
@@ -118,8 +120,8 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if is_causal and query.shape[2] > 1:
             intervals = iv.around(iv.standing(query.shape[2], query.shape[2], query.device), None, 0)
-    elif attention_mask.dtype == torch.int64:
-        intervals = attention_mask[:, 0]
+    elif attention_mask.dtype == torch.int64 and attention_mask.shape[1::2] == (2, 1):
+        intervals = attention_mask[..., 0].transpose(1, 2)
     else:
         mask = _as_boolean(attention_mask, layer)[..., : key.shape[2]]
     out = continuous_attention(
@@ -141,7 +143,4 @@ def _as_boolean(mask: Tensor, layer: str) -> Tensor:
         return mask
     if not mask.is_floating_point():
         raise TypeError(f"{layer} got a mask with dtype {mask.dtype}, wanted bool (True = visible)")
-    visible, exact = iv.of_additive(mask)
-    if not exact:
-        raise NotImplementedError(f"{layer} got an additive mask with values other than 0 and −inf: {iv.WHY_NO_BIAS}")
-    return visible
+    return iv.of_additive(f"the mask of {layer}", mask)
