@@ -1,0 +1,16 @@
+"""Shared set-up of all tests: one thread per worker, fixed seeds, reproducible hypothesis examples."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "repository", deadline=None, derandomize=True, max_examples=20, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repository")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
