@@ -65,12 +65,12 @@ EMPTY: dict[str, dict[str, Any]] = {
     "window and mask": {"window": (1, 0), "is_causal": True, "attn_mask": torch.tensor([False, False, False, False])},
     "queries before the first node": {
         "times": TIMES,
-        "query_times": torch.tensor([-9.0, 0.0, 0.999]),
+        "query_times": torch.tensor([-9.0, 0.0, 0.999], dtype=torch.float64),
         "is_causal": True,
     },
     "time window after the last node": {
         "times": TIMES,
-        "query_times": torch.tensor([7.0, 8.0, 9.0]),
+        "query_times": torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64),
         "time_window": 2.5,
     },
 }

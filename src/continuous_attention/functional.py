@@ -5,6 +5,7 @@ Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from numbers import Integral, Real
 from typing import Any
 
@@ -66,7 +67,8 @@ def continuous_attention(
             "half": held constant for half of `start_length` beyond both ends; "none": at the first node.
         times: (Lk,) or (B, Lk), float32 or float64, non-decreasing, any unit; differentiable. Differences are taken
             in this dtype, so epoch seconds want float64.
-        query_times: (Lq,) or (B, Lq), where the queries stand in time; differentiable. Needs `times`.
+        query_times: (Lq,) or (B, Lq), dtype of `times`, where the queries stand in time; differentiable. Needs `times`
+            and matters to `is_causal`, `window` and `time_window`.
         start_length: length of the segment before the first visible node, in the unit of `times`.
         window: number of nodes seen, the query's own included (needs `is_causal`), or flash-attn's (left, right)
             numbers of nodes beside the query's own, −1 for no limit.
@@ -75,7 +77,8 @@ def continuous_attention(
         rule: "exact" for the integral. "trapezoid" and "rectangle" are the quadratures that an ordinary softmax
             with log-weights can do: weights (h_i + h_{i+1})/2 (half of it at the ends of the domain, the start node
             included), or h_i with `start_length` on the first visible node (unit steps: the ordinary softmax, no start
-            node). They run in torch's SDPA, which differentiates once, unless lse or a gradient of times is wanted.
+            node). They run in torch's SDPA, which differentiates once; in the reference where lse or a gradient of
+            times is wanted or a mask has gaps.
             "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
         return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
         backend: "reference", "cpu", "triton", or None for the best one that can do it. A named one never falls back.
@@ -88,6 +91,7 @@ def continuous_attention(
         ValueError: a shape, device or meaning is wrong.
         TypeError: a type or dtype is wrong.
         NotImplementedError: this can't be done, or not by the named back end.
+        Checks that have to read a tensor's values, such as the order of times, are left out under torch.compile.
 
     Source: docs/math.md.
     """
@@ -106,7 +110,7 @@ def continuous_attention(
     if intervals is not None:
         _check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
         _check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
-        seen = iv.intersect(seen, intervals.long())
+        seen = iv.intersect(seen, intervals.long().clamp(0, key_length))
     return _attend(
         query,
         key,
@@ -212,9 +216,9 @@ def continuous_attention_varlen(
         backend=backend,
     )
     if isinstance(result, Tensor):
-        return result[0].transpose(0, 1)
+        return result[0].transpose(0, 1).contiguous()
     out, lse = result
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    return out[0].transpose(0, 1).contiguous(), lse[0].transpose(0, 1).contiguous()
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,7 +237,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     Returns:
         out (…, Dv) in the dtype of `out_a`, and lse (…), computed in float32 (float64 for float64). Where neither
-        piece has length, the later one's output that isn't 0: the last visible node's value.
+        piece has length, the later one's output that isn't 0, since an empty piece has output 0.
 
     Raises:
         ValueError: the shapes don't fit.
@@ -246,7 +250,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     _check_shape("out_b", out_b, [tuple(out_a.shape)], "out_a's shape")
     for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check_shape(name, x, [tuple(out_a.shape[:-1])], "out_a's shape without the last dim")
-    dtype = reference.accumulation_dtype(torch.promote_types(out_a.dtype, lse_a.dtype))
+    widest = reduce(torch.promote_types, (x.dtype for x in (out_a, lse_a, out_b, lse_b)))
+    dtype = reference.accumulation_dtype(widest)
     a, b, lse_a, lse_b = (x.to(dtype) for x in (out_a, out_b, lse_a, lse_b))
     peak = torch.maximum(lse_a, lse_b).detach()
     no_length = peak == -math.inf
@@ -291,14 +296,18 @@ def _attend(
     _check_flag("return_lse", return_lse)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
     start_length = _check_number("start_length", start_length)
-    if start_length < 0:
-        raise ValueError(f"start_length must be at least 0, got {start_length}")
+    if not 0 <= start_length <= torch.finfo(torch.float32).max:
+        raise ValueError(f"start_length must be at least 0 and fit into float32, got {start_length}")
     start_node, start_held, end_held = _resolve_boundary(boundary, rule, start_length, key, value)
 
     if mask is not None:
         seen, mask = _absorb_mask(seen, mask)
     if times is not None:
         _check_order(times, seen)
+    if times is not None and query_times is not None and times.dtype != query_times.dtype:
+        raise TypeError(
+            f"times and query_times must have the same dtype, got {_name(times.dtype)} and {_name(query_times.dtype)}"
+        )
     if query_times is not None and not iv.holds(query_times.isfinite()):
         raise ValueError(f"query_times must be finite, got {query_times[~query_times.isfinite()][0].item()}")
     sides = _check_window(window, is_causal)
@@ -330,9 +339,9 @@ def _resolve_boundary(
     if isinstance(boundary, str):
         _check_choice("boundary", boundary, BOUNDARIES, " or a pair of tensors (k0, v0)")
     elif isinstance(boundary, Sequence) and len(boundary) == 2:
-        for name, node, width in (("boundary[0]", boundary[0], dim), ("boundary[1]", boundary[1], value_dim)):
-            _check_tensor(name, node, FLOATS, key.device)
-            _check_shape(name, node, [(heads, width)], "(Hkv, D)" if node is boundary[0] else "(Hkv, Dv)")
+        for place, width, meaning in ((0, dim, "(Hkv, D)"), (1, value_dim, "(Hkv, Dv)")):
+            _check_tensor(f"boundary[{place}]", boundary[place], FLOATS, key.device)
+            _check_shape(f"boundary[{place}]", boundary[place], [(heads, width)], meaning)
     else:
         raise TypeError(
             f"boundary must be one of {', '.join(BOUNDARIES)} or a pair of tensors (k0, v0), got "
@@ -457,7 +466,7 @@ def _check_flag(name: str, x: object) -> None:
 def _check_number(name: str, x: object) -> float:
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not math.isfinite(x):
+    if not torch.compiler.is_compiling() and not math.isfinite(x):
         raise ValueError(f"{name} must be finite, got {x}")
     return float(x)
 
@@ -544,6 +553,8 @@ def _check_order(times: Tensor, seen: Tensor) -> None:
         row, node = (int(x) for x in (~finite).nonzero()[0])
         value = float(times[min(row, len(times) - 1), node])
         raise ValueError(f"times must be finite, got {value} at node {node}{_in_batch(row, finite)}")
+    if times.dtype == torch.float64 and not iv.holds(_segment_lengths(times, seen) <= torch.finfo(torch.float32).max):
+        raise ValueError("times must have differences that fit into float32; give them in a larger unit")
     ordered = (times.diff(dim=-1) >= 0) | ~_used_segments(seen, times.shape[-1])[:, 1:]
     if not iv.holds(ordered):
         row, node = (int(x) for x in (~ordered).nonzero()[0])
@@ -570,12 +581,14 @@ def _check_window(window: Any, is_causal: bool) -> tuple[int | None, int | None]
                 f"window={window} counts the nodes up to the query's own and needs is_causal=True; for another "
                 "window give (left, right)"
             )
-        return int(window) - 1, 0
+        return min(int(window) - 1, 2**40), 0
     if not isinstance(window, Sequence) or len(window) != 2 or not all(map(_is_integer, window)):
         raise TypeError(f"window must be an int or a pair of ints (left, right), got {window!r}")
     left, right = (int(side) for side in window)
     if left < -1 or right < -1:
         raise ValueError(f"window=(left, right) must be at least 0 each, or -1 for no limit, got {(left, right)}")
+    # More than any length has, and far from the largest int64.
+    left, right = min(left, 2**40), min(right, 2**40)
     return (None if left == -1 else left), (None if right == -1 else right)
 
 

@@ -76,8 +76,12 @@ class ContinuousMultiheadAttention(nn.Module):
         for name, (choice, allowed) in choices.items():
             if choice not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
-        if not start_length >= 0:
-            raise ValueError(f"start_length must be at least 0, got {start_length}")
+        if isinstance(start_length, bool) or not isinstance(start_length, (int, float)):
+            raise TypeError(f"start_length must be a number, got {type(start_length).__name__}")
+        if not 0 <= start_length < float("inf"):
+            raise ValueError(f"start_length must be at least 0 and finite, got {start_length}")
+        if boundary == "learned" and rule == "rectangle":
+            raise ValueError("boundary='learned' has no use for rule='rectangle', which knows no start node")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.batch_first = batch_first
@@ -117,8 +121,8 @@ class ContinuousMultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
-        is_causal: bool = False,
         *,
+        is_causal: bool = False,
         times: Tensor | None = None,
         query_times: Tensor | None = None,
         window: int | tuple[int, int] | None = None,

@@ -33,6 +33,7 @@ def attention(
     key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
     visible = visible_nodes(intervals, key.shape[2])[:, None]
     empty = ~visible.any(-1, keepdim=True)
+    query = query.masked_fill(empty, 0.0)
 
     if rule == "rectangle" and lengths is None and start_length == 1.0 and end_length == 0.0:
         out = F.scaled_dot_product_attention(query, key, value, visible | empty, scale=scale, enable_gqa=True)
@@ -67,6 +68,7 @@ def _node_weights(
     length = torch.ones_like(nodes)[None] if lengths is None else lengths
     length = length.double()[:, None, None, 1:] * (visible[..., 1:] & visible[..., :-1])
     before, after = F.pad(length, (1, 0)), F.pad(length, (0, 1))
+    # Half of the segment from a start node, or all of a piece that is held constant.
     share = 0.5 if has_start_node else 1.0
     end = end_length.unsqueeze(-1).double() if isinstance(end_length, Tensor) else end_length
     held = at_first.double() * (share * start_length) + at_last.double() * end

@@ -72,9 +72,9 @@ def attention(
         if mask is not None:
             visible = visible & mask
 
-        # Nodes that no query sees may hold anything, NaN included.
+        # Nodes that no query sees, and queries that see no node, may hold anything, NaN included.
         unseen = ~visible.any(-2).unsqueeze(-1)
-        q = query.to(dtype)
+        q = query.to(dtype).masked_fill(~visible.any(-1, keepdim=True), 0.0)
         k = F.pad(key.to(dtype).repeat_interleave(group, dim=1).masked_fill(unseen, 0.0), (0, 0, 1, 0))
         v = F.pad(value.to(dtype).repeat_interleave(group, dim=1).masked_fill(unseen, 0.0), (0, 0, 1, 0))
         score = q @ k.mT * scale
@@ -105,26 +105,25 @@ def attention(
         # Node weights w_i, relative to e^peak.
         before, after = F.pad(length, (1, 0)), F.pad(length, (0, 1))
         extent = before + hold if rule == "rectangle" else (before + after) / 2 + hold
+        score = torch.where(visible, score, 0.0)
+        if rule == "taylor":
+            rise = length * score.diff(dim=-1)
+            bend = F.pad(rise, (0, 1)) - F.pad(rise, (1, 0))
+            score = score + bend / torch.where(extent > 0, 6 * extent, 1.0)
         peak = torch.where(extent > 0, score.detach(), -math.inf).amax(-1, keepdim=True)
-        peak = peak.masked_fill(peak == -math.inf, 0.0)
-        score = torch.where(visible, score - peak, 0.0)
+        no_length = peak == -math.inf
+        peak = peak.masked_fill(no_length, 0.0)
         # A node without extent has no weight and doesn't set the peak, so its score may lie above; keep it finite.
-        score = score.clamp(max=math.log(torch.finfo(dtype).max) / 2)
+        score = (score - peak).clamp(max=math.log(torch.finfo(dtype).max) / 2)
         if rule == "exact":
             left, right = shares(score[..., :-1], score[..., 1:])
             weight = F.pad(length * right, (1, 0)) + F.pad(length * left, (0, 1))
             if start_node is None or isinstance(end_length, Tensor) or end_length > 0:
                 weight = weight + hold * score.exp()
-        elif rule == "taylor":
-            rise = length * score.diff(dim=-1)
-            bend = F.pad(rise, (0, 1)) - F.pad(rise, (1, 0))
-            weight = extent * (score + bend / (6 * extent).masked_fill(extent == 0, 1.0)).exp()
         else:
             weight = extent * score.exp()
 
-        total = weight.sum(-1, keepdim=True)
-        no_length = total == 0
-        total = total.masked_fill(no_length, 1.0)
+        total = weight.sum(-1, keepdim=True).masked_fill(no_length, 1.0)
         if start_node is None:
             out = weight @ v
         else:

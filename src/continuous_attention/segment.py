@@ -22,8 +22,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-# Below this slope the quotients cancel (relative error eps/δ² for L and R), above it the series gets long.
-SERIES_LIMIT = 2.0
+
+def series_limit(n: int) -> float:
+    """The slope |δ| below which the quotients for the moment of order n cancel; above it the series gets long."""
+    return 2.0 * (n + 1)
 
 
 def mass(a0: Tensor, a1: Tensor, n: int = 0) -> Tensor:
@@ -99,24 +101,26 @@ class _Shares(torch.autograd.Function):
 
 def _evaluate_mass(a0: Tensor, a1: Tensor, n: int) -> Tensor:
     slope, p0, p1 = a1 - a0, a0.exp(), a1.exp()
-    near = _half_series(slope.clamp(-SERIES_LIMIT, SERIES_LIMIT).square(), n).mul_(_middle(p0, p1)).mul_(2)
-    return torch.lerp(_mass_by_parts(_inverse(slope), p0, p1, n), near, _is_near(slope))
+    limit = series_limit(n)
+    near = _half_series(slope.clamp(-limit, limit).square(), n, limit).mul_(_middle(p0, p1)).mul_(2)
+    return torch.lerp(_mass_by_parts(_inverse(slope, limit), p0, p1, n), near, _is_near(slope, limit))
 
 
 def _evaluate_shares(a0: Tensor, a1: Tensor, n: int) -> tuple[Tensor, Tensor]:
     slope, p0, p1 = a1 - a0, a0.exp(), a1.exp()
-    near = _shares_by_series(slope, p0, p1, n)
-    far = _shares_by_parts(_inverse(slope), p0, p1, n)
-    is_near = _is_near(slope)
+    limit = series_limit(n)
+    near = _shares_by_series(slope, p0, p1, n, limit)
+    far = _shares_by_parts(_inverse(slope, limit), p0, p1, n)
+    is_near = _is_near(slope, limit)
     return torch.lerp(far[0], near[0], is_near), torch.lerp(far[1], near[1], is_near)
 
 
-def _is_near(slope: Tensor) -> Tensor:
+def _is_near(slope: Tensor, limit: float) -> Tensor:
     """1 where the series holds, else 0, for lerp between two finite results.
 
     lerp is exact at 0 and 1, and torch.where takes ten times as long where small and large slopes are mixed.
     """
-    return (slope.abs() < SERIES_LIMIT).to(slope.dtype)
+    return (slope.abs() < limit).to(slope.dtype)
 
 
 def _middle(p0: Tensor, p1: Tensor) -> Tensor:
@@ -124,37 +128,37 @@ def _middle(p0: Tensor, p1: Tensor) -> Tensor:
     return p0.sqrt().mul_(p1.sqrt())
 
 
-def _inverse(slope: Tensor) -> Tensor:
+def _inverse(slope: Tensor, limit: float) -> Tensor:
     """1/δ where the quotients are used, finite elsewhere."""
-    return slope.abs().clamp(min=SERIES_LIMIT).copysign_(slope).reciprocal_()
+    return slope.abs().clamp(min=limit).copysign_(slope).reciprocal_()
 
 
-def _shares_by_series(slope: Tensor, p0: Tensor, p1: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _shares_by_series(slope: Tensor, p0: Tensor, p1: Tensor, n: int, limit: float) -> tuple[Tensor, Tensor]:
     """L_n and R_n as (P_n ∓ δ P_{n+1} / (n+1)) / 2, where P_n is e^{(a0+a1)/2} times an even series in δ."""
-    slope = slope.clamp(-SERIES_LIMIT, SERIES_LIMIT)
+    slope = slope.clamp(-limit, limit)
     squared = slope * slope
     middle = _middle(p0, p1)
-    half_sum = _half_series(squared, n).mul_(middle)
-    half_difference = _half_series(squared, n + 1).mul_(middle).mul_(slope).div_(n + 1)
+    half_sum = _half_series(squared, n, limit).mul_(middle)
+    half_difference = _half_series(squared, n + 1, limit).mul_(middle).mul_(slope).div_(n + 1)
     return half_sum - half_difference, half_difference.add_(half_sum)
 
 
-def _half_series(squared: Tensor, n: int) -> Tensor:
+def _half_series(squared: Tensor, n: int, limit: float) -> Tensor:
     """½ ∫ e^{δu} (¼ − u²)ⁿ du over |u| ≤ ½, as a polynomial in δ²."""
-    first, *others = _coefficients(n, torch.finfo(squared.dtype).eps)
+    first, *others = _coefficients(n, limit, torch.finfo(squared.dtype).eps)
     total = torch.full_like(squared, first)
     for coefficient in others:
         total.mul_(squared).add_(coefficient)
     return total
 
 
-def _coefficients(n: int, eps: float) -> list[float]:
+def _coefficients(n: int, limit: float, eps: float) -> list[float]:
     """½ ∫ u^{2k} (¼ − u²)ⁿ du / (2k)! = 2^{−2k−2n−2} B(k+½, n+1) / (2k)!, highest k first, as many as eps asks for."""
     coefficients: list[float] = []
     for k in count():
         log_beta = math.lgamma(k + 0.5) + math.lgamma(n + 1) - math.lgamma(k + n + 1.5)
         coefficients.append(math.exp(log_beta - math.lgamma(2 * k + 1)) * 0.5 ** (2 * k + 2 * n + 2))
-        if coefficients[-1] * SERIES_LIMIT ** (2 * k) < coefficients[0] * eps / 8:
+        if coefficients[-1] * limit ** (2 * k) < coefficients[0] * eps / 8:
             break
     return coefficients[::-1]
 

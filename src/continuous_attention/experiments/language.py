@@ -58,7 +58,7 @@ class LanguageConfig:
     """Tokens in a training window."""
     hidden: int = 128
     """Width of the model; the MLP is three times as wide."""
-    layers: int = 4
+    layers: int = 3
     """Number of layers."""
     heads: int = 2
     """Attention heads; must divide the width into even parts."""

@@ -31,10 +31,11 @@ def register_transformers() -> None:
 
     Afterwards `from_pretrained(…, attn_implementation="continuous")`, `from_config(config,
     attn_implementation="continuous")` and `model.set_attn_implementation("continuous")` train and evaluate a model
-    with `continuous_attention` (boundary "zero") in every attention layer. Padding, packed sequences, sliding
-    windows and chunks cut the path; transformers sees packed `position_ids` only without an attention mask and without
-    a cache (use_cache=False). Attention dropout, soft-capping, position biases, sinks and additive masks raise
-    NotImplementedError.
+    with `continuous_attention` (boundary "zero") in every attention layer that asks transformers' attention
+    interface; a model with attention of its own isn't reached. Padding, packed sequences, sliding windows and chunks
+    cut the path. Packed sequences are known by `cu_seq_lens_q` and `cu_seq_lens_k`, or by `position_ids` alone, which
+    transformers heeds only without an attention mask and without a cache (use_cache=False). Attention dropout,
+    soft-capping, position biases, sinks and additive masks raise NotImplementedError.
 
     Raises:
         ImportError: transformers isn't installed, or older than version 5.
@@ -57,9 +58,10 @@ def mask_intervals(
     """The mask function: which nodes each query sees, of all that transformers' masks can say.
 
     Returns:
-        int64 (B, 2, Lq, 1), the ends lo and hi of each query's interval: four dims, since transformers hands on only
-        masks with four dims untouched, and a shape that no mask of a user has. A mask with gaps stays boolean,
-        (B, 1, Lq, Lk).
+        complex128 (B, 1, Lq, 1), each query's interval as lo + i·hi. Four dims, since transformers hands on only
+        masks with four dims untouched. Complex, since no user's mask is, and since a model that doesn't call
+        `attention_forward` but adds this to its scores fails at its softmax instead of forgetting the mask. A mask
+        with gaps stays boolean, (B, 1, Lq, Lk).
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -68,7 +70,7 @@ def mask_intervals(
     if torch.compiler.is_compiling():
         return mask
     intervals, contiguous = iv.of_mask(mask)
-    return intervals.transpose(1, 3) if contiguous else mask
+    return torch.view_as_complex(intervals.double()).unsqueeze(-1) if contiguous else mask
 
 
 def attention_forward(
@@ -94,8 +96,8 @@ def attention_forward(
         scaling: factor of the scores.
         dropout: must be 0.
         is_causal: for models that make no mask; then query j sees the nodes 0 to j.
-        **kwargs: whatever else a model passes on: those in REFUSED raise, `output_attentions` too, others don't
-            matter here.
+        **kwargs: whatever else a model passes on: `cu_seq_lens_q` and `cu_seq_lens_k` are packed documents; those in
+            REFUSED raise, `output_attentions` too; others don't matter here.
 
     Returns:
         (out, None): there are no weights per token to return.
@@ -120,10 +122,13 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if is_causal and query.shape[2] > 1:
             intervals = iv.around(iv.standing(query.shape[2], query.shape[2], query.device), None, 0)
-    elif attention_mask.dtype == torch.int64 and attention_mask.shape[1::2] == (2, 1):
-        intervals = attention_mask[..., 0].transpose(1, 2)
+    elif attention_mask.is_complex():
+        intervals = torch.view_as_real(attention_mask[:, 0, :, 0]).long()
     else:
         mask = _as_boolean(attention_mask, layer)[..., : key.shape[2]]
+    if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
+        documents, _ = iv.of_documents(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], query.shape[2])
+        intervals = documents if intervals is None else iv.intersect(intervals, documents)
     out = continuous_attention(
         query.to(value.dtype),
         key.to(value.dtype),
