@@ -393,3 +393,27 @@ def test_half_precision(steepness: float, boundary: str, dtype: torch.dtype) -> 
     torch.testing.assert_close(
         lse.double(), exact_lse, rtol=0, atol=20 * torch.finfo(torch.float32).eps * largest + 2e-6
     )
+
+
+@EVERY_ENGINE
+def test_a_nan_query_that_sees_nothing_has_no_gradient(engine: str) -> None:
+    leaves = dict(zip(("query", "key", "value"), (torch.randn(1, 1, 4, 2) for _ in range(3)), strict=True))
+    leaves["query"][0, 0, 3] = torch.nan
+    out, _, grads = run(engine, leaves, "zero", intervals=torch.tensor([[[0, 1], [0, 2], [0, 3], [0, 0]]]))
+    assert (out[0, 0, 3] == 0).all()
+    assert all(grads[name].isfinite().all() for name in leaves)
+    assert (grads["query"][0, 0, 3] == 0).all()
+
+
+@pytest.mark.parametrize("height", [1.0, 150.0, 200.0, 1e4])
+def test_taylor_beside_a_steep_peak(height: float) -> None:
+    """Here a + b is far below the largest score at every node, so weights relative to that score would underflow."""
+    query, value = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 2.0, 3.0]).view(1, 1, 3, 1)
+    key = torch.tensor([-height, height, -height]).view(1, 1, 3, 1)
+    out, lse = continuous_attention(query, key, value, rule="taylor", boundary="none", return_lse=True)
+    # By hand, in float64: log w = log H + a + Σ h·δ / (6 H) with H = ½, 1, ½.
+    logs = torch.tensor([-height + 2 * height / 3, height - 4 * height / 6, -height + 2 * height / 3]).double()
+    logs = logs + torch.tensor([0.5, 1.0, 0.5]).double().log()
+    torch.testing.assert_close(lse.double(), logs.logsumexp(0).expand(1, 1, 1), rtol=1e-6, atol=1e-6)
+    expected = logs.softmax(0) @ value.double().flatten()
+    torch.testing.assert_close(out.double(), expected.expand(1, 1, 1, 1), rtol=1e-6, atol=0)

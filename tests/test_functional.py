@@ -526,6 +526,18 @@ def test_compile_sees_what_eager_sees_beside_padding() -> None:
     torch.testing.assert_close(torch.compile(f, backend="eager")(x), f(x))
 
 
+@OF_COMPILE
+def test_compile_follows_changing_sizes_and_scales() -> None:
+    def f(x: Tensor, scale: float) -> Tensor:
+        return attend(x, x, x, is_causal=True, scale=scale)
+
+    torch.compiler.reset()
+    compiled = torch.compile(f, backend="eager", fullgraph=True, dynamic=True)
+    for length, scale in ((4, 0.5), (7, 0.3), (9, 0.2)):
+        x = torch.randn(1, 2, length, D)
+        torch.testing.assert_close(compiled(x, scale), f(x, scale))
+
+
 @pytest.mark.slow
 @OF_COMPILE
 @OF_TORCHSCRIPT
@@ -552,3 +564,18 @@ def test_checkpointing_changes_nothing(rule: str, reentrant: bool) -> None:
     x = torch.randn(1, 2, L, D)
     for got, expected in zip(value_and_grad(checkpointed, x), value_and_grad(f, x), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("limitless", [(2**31, 0), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1)], ids=str)
+def test_a_window_larger_than_any_length_has_no_limit(limitless: tuple[int, int]) -> None:
+    q, k, v = (torch.randn(1, 1, 5, D) for _ in range(3))
+    no_limit = (-1, 0 if limitless[1] == 0 else -1)
+    assert torch.equal(attend(q, k, v, window=limitless), attend(q, k, v, window=no_limit))
+
+
+def test_intervals_beyond_the_nodes_are_cut() -> None:
+    q, k, v = (torch.randn(1, 1, 2, D) for _ in range(3))
+    far = torch.tensor([[[-(2**62), 2**63 - 1], [2**63 - 1, 2**63 - 1]]])
+    near = torch.tensor([[[0, 2], [2, 2]]])
+    times = torch.tensor([1.0, 2.0])
+    assert torch.equal(attend(q, k, v, intervals=far, times=times), attend(q, k, v, intervals=near, times=times))

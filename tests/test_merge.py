@@ -227,3 +227,8 @@ def test_what_is_wrong_is_named(case: str) -> None:
     assert type(raised.value) is error
     missing = [part for part in parts if part not in str(raised.value)]
     assert not missing, f"{raised.value} doesn't say {missing}"
+
+
+def test_the_widest_dtype_of_both_pieces_counts() -> None:
+    a, b = torch.randn(3, 2), torch.randn(3, 2, dtype=torch.float64)
+    assert merge(a, torch.zeros(3), b, torch.zeros(3))[1].dtype == torch.float64

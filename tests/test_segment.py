@@ -128,3 +128,12 @@ def test_end_scores_broadcast() -> None:
     left, right = shares(a0, a1)
     assert left.shape == right.shape == mass(a0, a1).shape == (3, 4)
     assert mass(a0, a1)[2, 1].item() == pytest.approx(moment(a0[2].item(), a1[1].item(), 0, 0), rel=1e-13)
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_moments_of_higher_order(n: int, dtype: torch.dtype) -> None:
+    """Each order is one more derivative; each recursion step may add the rounding of a few operations."""
+    a0, a1 = with_peak_at_either_end(torch.cat([torch.linspace(0, 40, 81), torch.logspace(2, 4, 9)]).to(dtype))
+    for got, (p, q) in zip((mass(a0, a1, n), *shares(a0, a1, n)), [(n, n), (n, n + 1), (n + 1, n)], strict=True):
+        torch.testing.assert_close(got.double(), moments(a0, a1, p, q), rtol=32 * torch.finfo(dtype).eps, atol=0)

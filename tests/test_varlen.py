@@ -274,3 +274,11 @@ def test_times_may_begin_anew_in_every_document() -> None:
     tensors, cu_q, cu_k, _ = pack([3, 4], [2, 5], {})
     times = torch.tensor([100.0, 101.0, 0.0, 1.0, 1.0, 2.0, 3.0])
     assert attend(tensors, cu_q, cu_k, times=times).isfinite().all()
+
+
+def test_the_packed_output_is_contiguous() -> None:
+    x = torch.randn(5, 2, 4)
+    ends = torch.tensor([0, 2, 5])
+    out, lse = continuous_attention_varlen(x, x, x, ends, ends, return_lse=True)
+    assert out.view(5, -1).shape == (5, 8)
+    assert lse.is_contiguous()

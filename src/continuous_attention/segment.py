@@ -25,7 +25,7 @@ from torch import Tensor
 
 def series_limit(n: int) -> float:
     """The slope |δ| below which the quotients for the moment of order n cancel; above it the series gets long."""
-    return 2.0 * (n + 1)
+    return 2.0 + 3.0 * n
 
 
 def mass(a0: Tensor, a1: Tensor, n: int = 0) -> Tensor:

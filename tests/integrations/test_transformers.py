@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
+    BloomConfig,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -462,3 +463,22 @@ def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(ImportError, match=r"transformers 5 or newer, got 4\.57\.1"):
         register_transformers()
+
+
+def test_cu_seq_lens_cut_the_path() -> None:
+    model, ids = make("llama"), tokens()[:1, :8]
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    positions = torch.cat([torch.arange(3), torch.arange(5)])[None]
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+        alone = torch.cat([model(ids[:, :3]).logits, model(ids[:, 3:]).logits], dim=1)
+    torch.testing.assert_close(packed, alone)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_model_with_attention_of_its_own_cant_ignore_the_mask(heads: int) -> None:
+    # BLOOM adds what the mask function returns to its scores.
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=1, n_head=heads)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="continuous").eval()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(torch.randint(3, VOCABULARY, (2, 8)))

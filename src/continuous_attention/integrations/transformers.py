@@ -8,6 +8,7 @@ cuts the path: each sequence has a path of its own, and its own zero node before
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from continuous_attention import intervals as iv
@@ -58,10 +59,10 @@ def mask_intervals(
     """The mask function: which nodes each query sees, of all that transformers' masks can say.
 
     Returns:
-        complex128 (B, 1, Lq, 1), each query's interval as lo + i·hi. Four dims, since transformers hands on only
-        masks with four dims untouched. Complex, since no user's mask is, and since a model that doesn't call
-        `attention_forward` but adds this to its scores fails at its softmax instead of forgetting the mask. A mask
-        with gaps stays boolean, (B, 1, Lq, Lk).
+        int64 (B, 1, Lq + 1, 2): a row of zeros, then each query's interval [lo, hi). Four dims, since transformers
+        hands on only masks with four dims untouched. One row too many, so that no mask of a user looks like it and a
+        model that doesn't call `attention_forward` but adds it to its scores fails instead of forgetting the mask.
+        A mask with gaps stays boolean, (B, 1, Lq, Lk).
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -70,7 +71,7 @@ def mask_intervals(
     if torch.compiler.is_compiling():
         return mask
     intervals, contiguous = iv.of_mask(mask)
-    return torch.view_as_complex(intervals.double()).unsqueeze(-1) if contiguous else mask
+    return F.pad(intervals, (0, 0, 1, 0)) if contiguous else mask
 
 
 def attention_forward(
@@ -122,8 +123,8 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if is_causal and query.shape[2] > 1:
             intervals = iv.around(iv.standing(query.shape[2], query.shape[2], query.device), None, 0)
-    elif attention_mask.is_complex():
-        intervals = torch.view_as_real(attention_mask[:, 0, :, 0]).long()
+    elif attention_mask.dtype == torch.int64 and attention_mask.shape[-2:] == (query.shape[2] + 1, 2):
+        intervals = attention_mask[:, 0, 1:]
     else:
         mask = _as_boolean(attention_mask, layer)[..., : key.shape[2]]
     if kwargs.get("cu_seq_lens_q") is not None and kwargs.get("cu_seq_lens_k") is not None:
