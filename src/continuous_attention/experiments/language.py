@@ -62,7 +62,7 @@ class LanguageConfig:
     """Number of layers."""
     heads: int = 2
     """Attention heads; must divide the width into even parts."""
-    steps: int = 210
+    steps: int = 180
     """Optimizer steps of each run."""
     batch_size: int = 8
     """Windows in a step, over all processes together."""
@@ -481,6 +481,7 @@ def _report(config: LanguageConfig, stored: dict[str, Any], table: str) -> str:
     text, session = stored["text"], stored["sessions"][-1]
     machine, versions = session["machine"], session["versions"]
     tokenizer = "bytes" if config.tokenizer == "bytes" else f"byte-level BPE with {text['vocabulary']} symbols"
+    threads = f"{machine['threads']} CPU thread{'s' if machine['threads'] > 1 else ''}"
     processes = f" in {session['processes']} processes" if session["processes"] > 1 else ""
     sessions = f" It took {len(stored['sessions'])} sessions; this is the last one." if stored["sessions"][1:] else ""
     return f"""# Language models with softmax and with continuous attention
@@ -494,7 +495,7 @@ the same weights and saw the same batches in the same order (seed {config.seed})
 document was kept for validation; each evaluation uses the same {text["validation_targets"]:,} tokens of it
 ({text["validation_bytes"]:,} bytes).
 
-Machine: {machine["device"]}, {machine["system"]}, {machine["threads"]} CPU threads{processes};
+Machine: {machine["device"]}, {machine["system"]}, {threads}{processes};
 Python {versions["python"]}, torch {versions["torch"]}, transformers {versions["transformers"]}.{sessions}
 
 {table}
