@@ -111,8 +111,7 @@ def attention(
             bend = F.pad(rise, (0, 1)) - F.pad(rise, (1, 0))
             score = score + bend / torch.where(extent > 0, 6 * extent, 1.0)
         peak = torch.where(extent > 0, score.detach(), -math.inf).amax(-1, keepdim=True)
-        no_length = peak == -math.inf
-        peak = peak.masked_fill(no_length, 0.0)
+        peak = peak.masked_fill(peak == -math.inf, 0.0)
         # A node without extent has no weight and doesn't set the peak, so its score may lie above; keep it finite.
         score = (score - peak).clamp(max=math.log(torch.finfo(dtype).max) / 2)
         if rule == "exact":
@@ -123,7 +122,9 @@ def attention(
         else:
             weight = extent * score.exp()
 
-        total = weight.sum(-1, keepdim=True).masked_fill(no_length, 1.0)
+        total = weight.sum(-1, keepdim=True)
+        no_length = total == 0
+        total = total.masked_fill(no_length, 1.0)
         if start_node is None:
             out = weight @ v
         else:
