@@ -1,6 +1,6 @@
 """The `continuous-attention` command: find the subcommand, turn its failures into one line and an exit code.
 
-Only the standard library is imported here, so that the command can say which extra is missing.
+Only the core and the standard library are imported here, so that the command can say which extra is missing.
 A user's mistake ends with exit code 2, Ctrl-C with 130.
 """
 

@@ -81,7 +81,8 @@ def continuous_attention(
             times is wanted or a mask has gaps.
             "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
         return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
-        backend: "reference", "cpu", "triton", or None for the best one that can do it. A named one never falls back.
+        backend: "reference", or None for the best one that can do it. A named one never falls back; "cpu" and "triton"
+            are names of kernels to come and raise NotImplementedError.
 
     Returns:
         out (B, Hq, Lq, Dv), or (out, lse). A query that sees nothing gets 0 and lse −inf; a domain without length
@@ -176,7 +177,7 @@ def continuous_attention_varlen(
         time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
         return_lse: also return lse, of shape (tokens, Hq), the shape of out without its last dim.
-        backend: "reference", "cpu", "triton" or None.
+        backend: "reference" or None, see `continuous_attention`.
 
     Returns:
         out (tokens of all documents, Hq, Dv), or (out, lse).

@@ -409,7 +409,7 @@ def run(config: LanguageConfig, plan: Plan, processes: int, is_main: bool) -> No
     """Train what is not trained yet and write the report."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if is_main and plan.unfinished:
+    if is_main:
         print(_announcement(config, plan), flush=True)
     from transformers.utils import logging
 
@@ -444,6 +444,8 @@ def run(config: LanguageConfig, plan: Plan, processes: int, is_main: bool) -> No
 
 
 def _announcement(config: LanguageConfig, plan: Plan) -> str:
+    if not plan.unfinished:
+        return f"All runs in {config.out} are finished; writing the report again"
     text = f"{len(config.text)} text files" if config.text else "the King James Bible"
     return (
         f"Training {', '.join(plan.unfinished)}: {config.steps} steps of {config.batch_size} windows "

@@ -59,7 +59,9 @@ def check_folder(out: Path, experiment: str, settings: dict[str, Any], resume: b
         listed = ", ".join(f"{key}: {there.get(key)} there, {settings.get(key)} here" for key in changed)
         raise UserError(f"{out} holds another configuration ({listed}); choose another --out")
     if not resume:
-        raise UserError(f"{out} already holds this experiment; continue it with --resume or choose another --out")
+        raise UserError(
+            f"{out} already holds this experiment; --resume continues it where it is unfinished, another --out starts anew"
+        )
     return stored
 
 
