@@ -400,7 +400,12 @@ def test_used_folders(tmp_path: Path, texts: list[Path], capsys: pytest.CaptureF
     out = tmp_path / "out"
     assert cli.main(flags(texts, out, steps=2)) == 0
     capsys.readouterr()
-    refuse(flags(texts, out, steps=2), "already holds this experiment; continue it with --resume", tmp_path, capsys)
+    refuse(
+        flags(texts, out, steps=2),
+        "already holds this experiment; if unfinished, continue it with --resume",
+        tmp_path,
+        capsys,
+    )
     for resume in ([], ["--resume"]):
         refuse([*flags(texts, out), *resume], "(steps: 2 there, 6 here)", tmp_path, capsys)
         refuse([*flags(texts[:1], out, steps=2), *resume], "text_sha256", tmp_path, capsys)

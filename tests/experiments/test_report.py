@@ -37,7 +37,7 @@ def test_the_same_configuration_is_resumed_only_when_asked(tmp_path: Path) -> No
     start(tmp_path)
     stored = report.check_folder(tmp_path, "trial", SETTINGS, resume=True)
     assert stored == {"experiment": "trial", "settings": SETTINGS}
-    with pytest.raises(UserError, match="already holds this experiment; continue it with --resume"):
+    with pytest.raises(UserError, match="already holds this experiment; if unfinished, continue it with --resume"):
         report.check_folder(tmp_path, "trial", SETTINGS, resume=False)
 
 

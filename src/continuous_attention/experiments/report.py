@@ -60,7 +60,7 @@ def check_folder(out: Path, experiment: str, settings: dict[str, Any], resume: b
         raise UserError(f"{out} holds another configuration ({listed}); choose another --out")
     if not resume:
         raise UserError(
-            f"{out} already holds this experiment; --resume continues it where it is unfinished, another --out starts anew"
+            f"{out} already holds this experiment; if unfinished, continue it with --resume, or choose another --out"
         )
     return stored
 
