@@ -397,7 +397,8 @@ def test_half_precision(steepness: float, boundary: str, dtype: torch.dtype) -> 
 
 @EVERY_ENGINE
 def test_a_nan_query_that_sees_nothing_has_no_gradient(engine: str) -> None:
-    leaves = dict(zip(("query", "key", "value"), (torch.randn(1, 1, 4, 2) for _ in range(3)), strict=True))
+    names: tuple[str, ...] = ("query", "key", "value")
+    leaves = {name: torch.randn(1, 1, 4, 2) for name in names}
     leaves["query"][0, 0, 3] = torch.nan
     out, _, grads = run(engine, leaves, "zero", intervals=torch.tensor([[[0, 1], [0, 2], [0, 3], [0, 0]]]))
     assert (out[0, 0, 3] == 0).all()
