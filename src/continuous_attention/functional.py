@@ -293,6 +293,7 @@ def _attend(
     `origin` the first node that there is for it.
     """
     _check_choice("rule", rule, RULES)
+    _check_backend(backend)
     _check_flag("is_causal", is_causal)
     _check_flag("return_lse", return_lse)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
@@ -325,7 +326,6 @@ def _attend(
         "end_length": end_length,
         "rule": rule,
     }
-    _check_backend(backend)
     if backend is None and mask is None and not return_lse and _fits_sdpa(key, arguments):
         return quadrature.attention(query, key, value, seen, **arguments)
     out, lse = reference.attention(query, key, value, seen, mask=mask, **arguments)
