@@ -193,7 +193,25 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 NOT_POSSIBLE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dropout": ({"dropout_p": 0.1}, ["dropout_p", "must be 0", "0.1", "path"]),
-    "backend cpu": ({"backend": "cpu"}, ["backend='cpu'", "'reference'"]),
+    "cpu of float64": (
+        {"query": q().double(), "key": k().double(), "value": v().double(), "backend": "cpu"},
+        ["backend='cpu'", "float32, bfloat16, float16", "float64", "'reference'"],
+    ),
+    "cpu with another rule": ({"rule": "taylor", "backend": "cpu"}, ["backend='cpu'", "'exact'", "'taylor'"]),
+    "cpu with a quadrature": ({"rule": "trapezoid", "backend": "cpu"}, ["backend='cpu'", "'exact'", "'trapezoid'"]),
+    "cpu with a large D": (
+        {"query": q(B, HQ, L, 257), "key": k(B, HKV, L, 257), "backend": "cpu"},
+        ["backend='cpu'", "1 to 256", "257 and 6", "'reference'"],
+    ),
+    "cpu with a large Dv": ({"value": v(B, HKV, L, 257), "backend": "cpu"}, ["backend='cpu'", "8 and 257"]),
+    "cpu with gaps": (
+        {"attn_mask": torch.tensor([True, False, True, True, True]), "backend": "cpu"},
+        ["backend='cpu'", "attn_mask", "gaps", "'reference'"],
+    ),
+    "cpu with heads that differ": (
+        {"attn_mask": (torch.arange(L) < torch.tensor([[[3]], [[4]], [[4]], [[4]]])), "backend": "cpu"},
+        ["backend='cpu'", "attn_mask", "differs between heads"],
+    ),
     "backend triton": ({"backend": "triton"}, ["backend='triton'", "'reference'"]),
 }
 
@@ -223,8 +241,8 @@ def test_the_call_that_the_wrong_ones_differ_from_works() -> None:
 
 
 def test_a_named_backend_is_refused_even_for_nothing() -> None:
-    with pytest.raises(NotImplementedError, match="backend='cpu'"):
-        continuous_attention(q(0, HQ, L, D), k(0, HKV, L, D), v(0, HKV, L, DV), enable_gqa=True, backend="cpu")
+    with pytest.raises(NotImplementedError, match="backend='triton'"):
+        continuous_attention(q(0, HQ, L, D), k(0, HKV, L, D), v(0, HKV, L, DV), enable_gqa=True, backend="triton")
 
 
 @pytest.mark.parametrize("hidden", [NAN, INF, -INF])

@@ -34,6 +34,13 @@ COMMANDS = (
         extra="experiments",
         packages=("accelerate", "bible", "matplotlib", "rich", "tokenizers", "transformers", "tyro"),
     ),
+    Command(
+        name="info",
+        summary="show the versions, and which kernels are there",
+        module="continuous_attention.info",
+        extra="",
+        packages=(),
+    ),
 )
 
 

@@ -5,15 +5,16 @@ Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from continuous_attention import intervals as iv
-from continuous_attention import quadrature, reference
+from continuous_attention import ops, quadrature, reference
+from continuous_attention.kernels import cpu
 
 BOUNDARIES = ("zero", "repeat", "half", "none")
 RULES = ("exact", "trapezoid", "rectangle", "taylor")
@@ -81,8 +82,10 @@ def continuous_attention(
             times is wanted or a mask has gaps.
             "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
         return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
-        backend: "reference", or None for the best one that can do it. A named one never falls back; "cpu" and "triton"
-            are names of kernels to come and raise NotImplementedError.
+        backend: None for the best one that can do it. "reference" can do everything, in plain torch, differentiates
+            as often as you like, and stores the scores. "cpu", the fused kernels, do the exact rule on CPU tensors
+            of float32, bfloat16 and float16, with head dims up to 256 and no gaps in a mask; they store no scores and
+            differentiate once. A named one never falls back; "triton" is the name of kernels to come.
 
     Returns:
         out (B, Hq, Lq, Dv), or (out, lse). A query that sees nothing gets 0 and lse −inf; a domain without length
@@ -96,42 +99,38 @@ def continuous_attention(
 
     Source: docs/math.md.
     """
+    how: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "boundary": boundary,
+        "start_length": start_length,
+        "window": window,
+        "rule": rule,
+        "return_lse": return_lse,
+        "backend": backend,
+    }
+    if attn_mask is times is query_times is time_window is intervals is None and ops.is_plain(query, key, value):
+        prepared = _prepare_once(query, key, value, how)
+        if prepared is not None:
+            out, lse = ops.attention_of_plain(query, key, value, prepared)
+            return (out, lse) if return_lse else out
     names = ("query", "key", "value")
     _check_qkv(query, key, value, names, "B, heads, length, head dim")
-    if len(query) != len(key):
-        raise ValueError(f"query and key must have the same batch size B, got {len(query)} and {len(key)}")
     query, key, value = _unify_dtypes(names, query, key, value)
-    _check_heads(query.shape[1], key.shape[1], enable_gqa)
-    batch, heads, query_length, key_length = (*query.shape[:3], key.shape[2])
-    _check_dropout(dropout_p)
-    _check_flag("enable_gqa", enable_gqa)
-    if attn_mask is not None:
-        attn_mask = _check_mask(attn_mask, (batch, heads, query_length, key_length), query.device)
-    seen = iv.everything(key_length, query.device)
-    if intervals is not None:
-        _check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
-        _check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
-        seen = iv.intersect(seen, intervals.long().clamp(0, key_length))
-    return _attend(
+    call = _resolve_batch(
         query,
         key,
         value,
-        seen=seen,
-        position=iv.standing(query_length, key_length, query.device),
-        origin=0,
         mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        boundary=boundary,
-        times=_check_times("times", times, batch, key_length, query.device),
-        query_times=_check_times("query_times", query_times, batch, query_length, query.device),
-        start_length=start_length,
-        window=window,
+        times=times,
+        query_times=query_times,
         time_window=time_window,
-        rule=rule,
-        return_lse=return_lse,
-        backend=backend,
+        intervals=intervals,
+        **how,
     )
+    return _run(query, key, value, call)
 
 
 def continuous_attention_varlen(
@@ -177,7 +176,7 @@ def continuous_attention_varlen(
         time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
         return_lse: also return lse, of shape (tokens, Hq), the shape of out without its last dim.
-        backend: "reference" or None, see `continuous_attention`.
+        backend: "reference", "cpu" or None, see `continuous_attention`.
 
     Returns:
         out (tokens of all documents, Hq, Dv), or (out, lse).
@@ -197,9 +196,11 @@ def continuous_attention_varlen(
             f"{len(cu_seqlens_k) - 1}"
         )
     seen, position = iv.of_documents(cu_seqlens_q, cu_seqlens_k, len(q))
-    packed = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    result = _attend(
-        *packed,
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    call = _resolve(
+        query,
+        key,
+        value,
         seen=seen,
         position=position,
         origin=seen[..., 0],
@@ -216,6 +217,7 @@ def continuous_attention_varlen(
         return_lse=return_lse,
         backend=backend,
     )
+    result = _run(query, key, value, call)
     if isinstance(result, Tensor):
         return result[0].transpose(0, 1).contiguous()
     out, lse = result
@@ -266,7 +268,106 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
-def _attend(
+class _Call(NamedTuple):
+    """What was asked for, without the words: what `reference.attention` is given after query, key and value."""
+
+    kernel: bool  # the CPU kernels run it
+    quadrature: bool  # torch's SDPA runs it
+    return_lse: bool
+    rule: str
+    mask: Tensor | None
+    seen: Tensor
+    arguments: dict[str, Any]
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor | tuple[Tensor, Tensor]:
+    if call.kernel:
+        prepared = ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments)
+        out, lse = ops.attention(query, key, value, prepared)
+    elif call.quadrature:
+        return quadrature.attention(query, key, value, call.seen, rule=call.rule, **call.arguments)
+    else:
+        out, lse = reference.attention(query, key, value, call.seen, mask=call.mask, rule=call.rule, **call.arguments)
+    return (out, lse) if call.return_lse else out
+
+
+def _prepare_once(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]) -> tuple[Any, ...] | None:
+    """`ops.prepare` for calls whose answer depends on sizes and numbers only, remembered: it costs more than they do.
+
+    None where the kernels don't run it, where another way has to be gone, and where something is wrong with the
+    arguments, which the ordinary way says better.
+    """
+    if query.ndim != 4 or query.shape[2] > 4096 or torch.is_autocast_enabled("cpu"):
+        return None
+    inputs = query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype
+    try:
+        return _prepare_sizes(*inputs, cpu.chosen, **how)
+    except (TypeError, ValueError, NotImplementedError):  # an argument that can't be hashed is one of them
+        return None
+
+
+@lru_cache(maxsize=128, typed=True)
+def _prepare_sizes(*inputs: Any, **how: Any) -> tuple[Any, ...] | None:
+    shapes, dtypes = inputs[:3], inputs[3:6]
+    if not isinstance(how["boundary"], str):
+        return None
+    # Tensors of these sizes that take no memory. What is made of them lasts, whatever the mode it is made in.
+    with torch.inference_mode(False):
+        query, key, value = (
+            torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
+        names = ("query", "key", "value")
+        _check_qkv(query, key, value, names, "B, heads, length, head dim")
+        _unify_dtypes(names, query, key, value)
+        call = _resolve_batch(
+            query, key, value, mask=None, times=None, query_times=None, time_window=None, intervals=None, **how
+        )
+        return ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments) if call.kernel else None
+
+
+def _resolve_batch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    times: Tensor | None,
+    query_times: Tensor | None,
+    intervals: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+    **how: Any,
+) -> _Call:
+    """Validate and resolve the arguments of `continuous_attention`."""
+    if len(query) != len(key):
+        raise ValueError(f"query and key must have the same batch size B, got {len(query)} and {len(key)}")
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
+    batch, heads, query_length, key_length = (*query.shape[:3], key.shape[2])
+    _check_dropout(dropout_p)
+    _check_flag("enable_gqa", enable_gqa)
+    if mask is not None:
+        mask = _check_mask(mask, (batch, heads, query_length, key_length), query.device)
+    seen = iv.everything(key_length, query.device)
+    if intervals is not None:
+        _check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
+        _check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
+        seen = iv.intersect(seen, intervals.long().clamp(0, key_length))
+    return _resolve(
+        query,
+        key,
+        value,
+        seen=seen,
+        position=iv.standing(query_length, key_length, query.device),
+        origin=0,
+        mask=mask,
+        times=_check_times("times", times, batch, key_length, query.device),
+        query_times=_check_times("query_times", query_times, batch, query_length, query.device),
+        **how,
+    )
+
+
+def _resolve(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -286,14 +387,14 @@ def _attend(
     rule: str,
     return_lse: bool,
     backend: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Resolve to intervals, lengths and ends, then run.
+) -> _Call:
+    """Resolve to intervals, lengths and ends, and choose who runs it.
 
     `seen` (B or 1, Lq or 1, 2) is what is visible at most, `position` (1, Lq) the node that each query stands on, and
     `origin` the first node that there is for it.
     """
     _check_choice("rule", rule, RULES)
-    _check_backend(backend)
+    kernel = _choose_kernel(backend, query, value, rule)
     _check_flag("is_causal", is_causal)
     _check_flag("return_lse", return_lse)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
@@ -304,6 +405,8 @@ def _attend(
 
     if mask is not None:
         seen, mask = _absorb_mask(seen, mask)
+    if mask is not None and backend == "cpu":
+        raise _incapable("can't follow an attn_mask that has gaps, differs between heads, or is hidden by a compiler")
     if times is not None:
         _check_order(times, seen)
     if times is not None and query_times is not None and times.dtype != query_times.dtype:
@@ -324,12 +427,52 @@ def _attend(
         "start_node": start_node,
         "start_length": start_held,
         "end_length": end_length,
-        "rule": rule,
     }
-    if backend is None and mask is None and not return_lse and _fits_sdpa(key, arguments):
-        return quadrature.attention(query, key, value, seen, **arguments)
-    out, lse = reference.attention(query, key, value, seen, mask=mask, **arguments)
-    return (out, lse) if return_lse else out
+    return _Call(
+        kernel=kernel and mask is None,
+        quadrature=backend is None and mask is None and not return_lse and _fits_sdpa(key, rule, arguments),
+        return_lse=return_lse,
+        rule=rule,
+        mask=mask,
+        seen=seen,
+        arguments=arguments,
+    )
+
+
+def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str) -> bool:
+    """Whether the CPU kernels run, as far as it doesn't depend on what is visible.
+
+    Raises:
+        NotImplementedError: they were asked for by name and can't.
+    """
+    if backend is not None:
+        _check_choice("backend", backend, BACKENDS, " or None")
+    if backend == "triton":
+        raise NotImplementedError("backend='triton' isn't part of this version; backend='reference' can do everything")
+    if backend == "reference":
+        return False
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if query.device.type not in ("cpu", "meta"):
+        obstacle = f"needs tensors on the CPU, got them on {query.device}"
+    elif query.dtype not in ops.DTYPES:
+        obstacle = f"computes {', '.join(map(_name, ops.DTYPES))}, got {_name(query.dtype)}"
+    elif rule != "exact":
+        obstacle = f"has the rule 'exact' only, got {rule!r}"
+    elif dim > ops.LARGEST_HEAD_DIM or not 0 < value_dim <= ops.LARGEST_HEAD_DIM:
+        obstacle = f"needs head dims D and Dv from 1 to {ops.LARGEST_HEAD_DIM}, got {dim} and {value_dim}"
+    elif cpu.module is None:
+        obstacle = f"isn't there: {cpu.reason}; {cpu.REINSTALL}"
+    elif ops.is_transformed():
+        obstacle = "can't run inside the transforms of torch.func, such as vmap"
+    else:
+        return True
+    if backend == "cpu":
+        raise _incapable(obstacle)
+    return False
+
+
+def _incapable(obstacle: str) -> NotImplementedError:
+    return NotImplementedError(f"backend='cpu' {obstacle}; backend='reference' can do this")
 
 
 def _resolve_boundary(
@@ -363,6 +506,8 @@ def _resolve_boundary(
 
 def _absorb_mask(seen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """Turn a mask without gaps into intervals; what can't be said in intervals stays a mask beside its hull."""
+    if mask.stride(1) == 0:
+        mask = mask[:, :1]  # expanded: all heads agree
     runs, contiguous = iv.of_mask(mask.any(1))
     said = mask.shape[1] == 1 and iv.readable(mask) and bool(contiguous)
     return iv.intersect(seen, runs), None if said else mask
@@ -425,11 +570,11 @@ def _used_segments(seen: Tensor, key_length: int) -> Tensor:
     return iv.covered_nodes(seen + seen.new_tensor([1, 0]), key_length)
 
 
-def _fits_sdpa(key: Tensor, arguments: dict[str, Any]) -> bool:
+def _fits_sdpa(key: Tensor, rule: str, arguments: dict[str, Any]) -> bool:
     """A quadrature is an ordinary softmax, unless the gradient of its lengths is wanted."""
     lengths = [x for x in (arguments["lengths"], arguments["end_length"]) if isinstance(x, Tensor)]
     wants_length_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in lengths)
-    return arguments["rule"] in ("trapezoid", "rectangle") and key.shape[2] > 0 and not wants_length_gradient
+    return rule in ("trapezoid", "rectangle") and key.shape[2] > 0 and not wants_length_gradient
 
 
 # Validation
@@ -610,16 +755,6 @@ def _check_cu_seqlens(
         raise ValueError(f"{name} must rise from 0 to the number of tokens {total}, got {cu_seqlens.tolist()}")
     if max_seqlen is not None and not iv.holds(steps <= max_seqlen):
         raise ValueError(f"{max_name} must be at least the longest document {int(steps.max())}, got {max_seqlen}")
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend is None:
-        return
-    _check_choice("backend", backend, BACKENDS, " or None")
-    if backend != "reference":
-        raise NotImplementedError(
-            f"backend={backend!r} isn't part of this version; backend='reference' and None can do everything"
-        )
 
 
 def _name(dtype: torch.dtype | torch.layout) -> str:

@@ -31,7 +31,7 @@ class ContinuousMultiheadAttention(nn.Module):
             trainable start node, `boundary_key` and `boundary_value` (H, D), zero at first.
         start_length: length of the segment before the first visible node, in the unit of `times`.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
-        backend: "reference" or None, see `continuous_attention`.
+        backend: "reference", "cpu" or None, see `continuous_attention`.
         device: of the parameters.
         dtype: of the parameters.
 

@@ -1,0 +1,1 @@
+"""The fused kernels, one package per kind of device; ops.py registers them with torch."""

@@ -1,0 +1,265 @@
+// The forward pass: out and lse of every query, tile after tile of nodes, without storing the scores.
+//
+// A panel of lanes walks down the nodes. The weight of node i - 1 is known when segment i is, so each tile's weights
+// belong to the nodes one before its own, and what the last segment gives to its later node is carried on.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "path.h"
+#include "threads.h"
+
+namespace continuous_attention {
+
+// The reference rises only when a score is this far above it: rescaling is rare then, and nothing overflows.
+constexpr float SLACK = 10.0f;
+
+// What a vector of lanes carries from node to node. Weights are relative to 2^reference.
+struct Walk {
+    Vec reference;
+    Node before;
+    Vec right;  // what the node before has got from its own segment
+    Vec total;  // sum of all weights so far
+    Vec start_score, start_weight;
+};
+
+// The highest of `highest` and the scores of nodes that have a weight.
+template <class Scores>
+CSA_INLINE Vec highest_score(const Path& path, const Column& at, Run inner, Run run, Vec highest, const Scores& score) {
+    auto at_edge = [&](int32_t i) CSA_LAMBDA {
+        Int row = broadcast(i), visible = (at.lo <= row) & (row < at.hi);
+        if (path.lengths) {
+            // A node with no length on either side, and nothing held on it, has no weight.
+            Int before = path.lengths[i] > 0 ? at.lo < row : Int{};
+            Int after = i + 1 < path.nodes && path.lengths[i + 1] > 0 ? row + 1 < at.hi : Int{};
+            Int held = path.start_length > 0 ? at.start == row : Int{};
+            visible &= before | after | held | ((row + 1 == at.hi) & (at.end > 0));
+        }
+        highest = visible ? maximum(highest, score(i)) : highest;
+    };
+    for_each_node(run, inner, at_edge, [&](int32_t i) CSA_LAMBDA {
+        if (path.lengths && path.lengths[i] == 0) at_edge(i);
+        else highest = maximum(highest, score(i));
+    });
+    return highest;
+}
+
+// One step down the path, to node i: returns the weight of node i - 1.
+template <bool EDGE, bool LENGTHS>
+CSA_INLINE Vec step(Walk& walk, const Path& path, const Column& at, int32_t i, Vec score) {
+    if (LENGTHS) score = minimum(score, walk.reference + CEILING);
+    const Node here = node(score, walk.reference);
+    Node start{};
+    if (EDGE && path.has_start_node) start = node(walk.start_score, walk.reference);
+    const Segment s = segment_to<EDGE, LENGTHS>(path, at, i, walk.before, here, start);
+    walk.total += s.left + s.right;
+    Vec left = s.left;
+    if (EDGE && path.has_start_node) {
+        walk.start_weight += s.first ? left : Vec{};
+        left = s.first ? Vec{} : left;
+    }
+    Vec weight = walk.right + left;
+    walk.before = here, walk.right = s.right;
+    return weight;
+}
+
+// Turns the scores of `run` into weights, in place, for one vector of lanes; row i holds node i's score before and
+// node i - 1's weight after. `out` has `dim` rows that follow the reference.
+template <bool LENGTHS>
+inline void weigh(Walk& walk, const Path& path, const Panel& panel, int v, Run run, float* scores, float* out,
+                  int64_t dim) {
+    const Column at(panel, v);
+    auto row = [&](int32_t i) CSA_LAMBDA { return scores + (i - run.from) * PANEL; };
+    Vec highest =
+        highest_score(path, at, panel.inner, run, walk.reference, [&](int32_t i) CSA_LAMBDA { return load(row(i)); });
+    Int rises = highest > walk.reference + SLACK;
+    if (any(rises)) {
+        Vec reference = rises ? highest : walk.reference;
+        Vec factor = rises ? exp2_over_ln2(walk.reference - reference) * LN2 : broadcast(1.0f);
+        walk.reference = reference;
+        walk.before.p *= factor, walk.right *= factor, walk.total *= factor, walk.start_weight *= factor;
+        for (int64_t d = 0; d < dim; d++) store(out + d * PANEL, factor * load(out + d * PANEL));
+    }
+    Walk w = walk;
+    for_each_node(
+        run, panel.inner,
+        [&](int32_t i) CSA_LAMBDA { store(row(i), step<true, LENGTHS>(w, path, at, i, load(row(i)))); },
+        [&](int32_t i) CSA_LAMBDA { store(row(i), step<false, LENGTHS>(w, path, at, i, load(row(i)))); });
+    walk = w;
+}
+
+// Where a piece of the path's result goes: the output itself, or memory to be merged.
+struct Destination {
+    float* out;  // (rows, Dv) contiguous, or null
+    float* lse;  // (rows), or null
+};
+
+template <class T>
+class Forward {
+  public:
+    Forward(const Problem& problem, const Result& result)
+        : problem_(problem),
+          result_(result),
+          tile_(tile_size(problem)),
+          query_(buffer(BLOCK * problem.D)),
+          out_(buffer(BLOCK * problem.Dv)),
+          scores_(buffer(BLOCK * (tile_ + 1))),
+          keys_(buffer(tile_ * problem.D)),
+          values_(buffer((tile_ + 1) * problem.Dv)),
+          row_(buffer(problem.Dv)) {}
+
+    void operator()(const Group& group, int64_t first_row, Run piece, Destination destination) {
+        Block block(group, first_row, piece, [](int64_t) { return false; });
+        pack_lanes<T>(block, problem_.query, problem_.D, problem_.scale * LOG2E, query_.get());
+        std::fill_n(out_.get(), block.panels_in_use * PANEL * problem_.Dv, 0.0f);
+        begin(block);
+        for (Run run : block.runs)
+            for (int32_t from = run.from; from < run.to; from += tile_)
+                tile_of_nodes(block, run, {from, std::min(run.to, from + tile_)});
+        finish(block, destination);
+    }
+
+  private:
+    const Problem& problem_;
+    const Result& result_;
+    const int32_t tile_;
+    Buffer query_, out_, scores_, keys_, values_, row_;
+    Walk walks_[PANELS][TILE_VECTORS];
+
+    float* out_of(int p) { return out_.get() + p * problem_.Dv * PANEL; }
+    float* query_of(int p) { return query_.get() + p * problem_.D * PANEL; }
+    float* scores_of(int p) { return scores_.get() + p * (tile_ + 1) * PANEL; }
+    const float* of_head(const float* x, const Group& group, int64_t dim) { return x + group.key_head * dim; }
+
+    void begin(const Block& block) {
+        for (int p = 0; p < block.panels_in_use; p++) {
+            alignas(64) float start_scores[PANEL] = {};
+            if (problem_.start_key)
+                tile<1, false>({of_head(problem_.start_key, block.group, problem_.D), 0, 1}, query_of(p), PANEL,
+                               start_scores, 0, problem_.D, query_of(p));
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                Walk& walk = walks_[p][v];
+                walk = Walk{};
+                walk.start_score = load(start_scores + v * WIDTH);
+                Int starts = load(block.panels[p].start + v * WIDTH) != NEVER;
+                if (!problem_.start_key) starts = Int{};
+                walk.reference = starts ? walk.start_score : broadcast(-1e30f);
+            }
+        }
+    }
+
+    void tile_of_nodes(const Block& block, Run run, Run tile) {
+        const Group& group = block.group;
+        const Path path(group);
+        // What each panel sees of the tile; where its path begins, and where it ends.
+        struct Part {
+            Run seen;
+            bool opens, closes;
+        } parts[PANELS];
+        for (int p = 0; p < block.panels_in_use; p++) {
+            const Run hull = block.panels[p].hull, seen = {std::max(tile.from, hull.from), std::min(tile.to, hull.to)};
+            parts[p] = {seen, seen.from == std::max(run.from, hull.from), seen.to == std::min(run.to, hull.to)};
+        }
+
+        Strided keys = nodes<T>(group, problem_.key, tile, problem_.D, keys_.get());
+        for (int p = 0; p < block.panels_in_use; p++) {
+            const Run seen = parts[p].seen;
+            if (seen.empty()) continue;
+            product<false>(seen.to - seen.from, problem_.D, keys.from_row(seen.from - tile.from), query_of(p), PANEL,
+                           scores_of(p), PANEL, soon(keys, tile, p, block.panels_in_use));
+        }
+
+        for (int p = 0; p < block.panels_in_use; p++) {
+            const Run seen = parts[p].seen;
+            if (seen.empty()) continue;
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                Walk& walk = walks_[p][v];
+                float *scores = scores_of(p) + v * WIDTH, *out = out_of(p) + v * WIDTH;
+                if (path.lengths) weigh<true>(walk, path, block.panels[p], v, seen, scores, out, problem_.Dv);
+                else weigh<false>(walk, path, block.panels[p], v, seen, scores, out, problem_.Dv);
+                if (parts[p].closes) {
+                    store(scores + (seen.to - seen.from) * PANEL, walk.right);
+                    walk.right = Vec{};
+                }
+            }
+        }
+
+        // Weights belong to the nodes one before; where a path begins there is none.
+        const Run weighed = {std::max(tile.from - 1, run.from), tile.to};
+        Strided values = nodes<T>(group, problem_.value, weighed, problem_.Dv, values_.get());
+        for (int p = 0; p < block.panels_in_use; p++) {
+            const auto [seen, opens, closes] = parts[p];
+            if (seen.empty()) continue;
+            product<true>(problem_.Dv, seen.to - seen.from + closes - opens,
+                          values.from_row(seen.from - 1 + opens - weighed.from).transposed(),
+                          scores_of(p) + opens * PANEL, PANEL, out_of(p), PANEL,
+                          soon(values, tile, p, block.panels_in_use));
+        }
+    }
+
+    // While panel p is worked on, its share of the rows after this tile is fetched.
+    static const float* soon(Strided rows, Run tile, int p, int panels) {
+        const int64_t n = tile.to - tile.from;
+        return rows.data + n * rows.row + n * rows.row * p / panels;
+    }
+
+    void finish(const Block& block, Destination destination) {
+        const Group& group = block.group;
+        const float* start_value =
+            problem_.start_value ? of_head(problem_.start_value, group, problem_.Dv) : nullptr;
+        for (int lane = 0; lane < block.rows; lane++) {
+            const int64_t row = block.first + lane;
+            const int p = lane / PANEL, i = lane % PANEL;
+            const Walk& walk = walks_[p][i / WIDTH];
+            const float total = walk.total[i % WIDTH], *out = out_of(p) + i;
+            float lse = -std::numeric_limits<float>::infinity();
+            if (block.blank[lane]) {
+                std::fill_n(row_.get(), problem_.Dv, 0.0f);
+            } else if (total == 0) {
+                // The limit of a path whose length goes to 0.
+                read(group.node_of<const T>(problem_.value, block.panels[p].hi[i] - 1), row_.get(), problem_.Dv);
+            } else {
+                const float start = walk.start_weight[i % WIDTH], scale = 1 / total;
+                for (int64_t d = 0; d < problem_.Dv; d++) {
+                    float weighted = out[d * PANEL];
+                    if (start_value) weighted += start * start_value[d];
+                    row_[d] = weighted * scale;
+                }
+                lse = (walk.reference[i % WIDTH] + std::log2(total)) * LN2;
+            }
+            if (destination.out) {
+                std::copy_n(row_.get(), problem_.Dv, destination.out + row * problem_.Dv);
+                destination.lse[row] = lse;
+            } else {
+                T* out_row = group.row_of<T>(result_.out, row);
+                write(row_.get(), out_row, problem_.Dv);
+                if (result_.out_rest) {
+                    for (int64_t d = 0; d < problem_.Dv; d++) row_[d] -= to_float(out_row[d]);
+                    write(row_.get(), static_cast<T*>(result_.out_rest) + group.flat(row) * problem_.Dv, problem_.Dv);
+                }
+                result_.lse[group.flat(row)] = lse;
+            }
+        }
+    }
+};
+
+template <class T>
+void forward_as(const Problem& problem, const Result& result) {
+    const int64_t groups = problem.B * problem.Hkv;
+    const int64_t blocks = (problem.Hq / problem.Hkv * problem.Lq + BLOCK - 1) / BLOCK;
+    for_each_job(problem.threads, groups * blocks, [&] {
+        return [&, run = Forward<T>(problem, result)](int64_t job) mutable {
+            // The last rows first: under causality they take longest.
+            const Group group{problem, job / blocks / problem.Hkv, job / blocks % problem.Hkv};
+            const int64_t first = (blocks - 1 - job % blocks) * BLOCK;
+            run(group, first, {0, int32_t(problem.Lk)}, {nullptr, nullptr});
+        };
+    });
+}
+
+inline void forward(const Problem& problem, const Result& result) {
+    with_type(problem.dtype, [&](auto t) { forward_as<decltype(t)>(problem, result); });
+}
+
+}  // namespace continuous_attention

@@ -1,0 +1,72 @@
+// The one matrix product of these kernels, C += A B or C = A B, for tiles that lie in the first-level cache.
+#pragma once
+
+#include "simd.h"
+
+namespace continuous_attention {
+
+// A register tile is 6 rows of PANEL columns: its accumulators, one row of B and one number of A fill the registers.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int TILE_VECTORS = 4;
+#else
+constexpr int TILE_VECTORS = 2;
+#endif
+constexpr int PANEL = TILE_VECTORS * WIDTH;
+constexpr int TILE_ROWS = 6;
+
+struct Strided {
+    const float* data;
+    int64_t row, column;
+    Strided from_row(int64_t i) const { return {data + i * row, row, column}; }
+    Strided transposed() const { return {data, column, row}; }
+};
+
+// rows × PANEL numbers of C, inner dimension n. `soon` is memory that will be wanted next: it is fetched meanwhile, since
+// the second-level cache alone hides no more than half of the time that rows need to arrive.
+template <int ROWS, bool ADD>
+CSA_INLINE void tile(Strided a, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t n,
+                     const float* soon) {
+    Vec sums[ROWS][TILE_VECTORS] = {};
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < n; k++) {
+        if (k % 4 == 0) __builtin_prefetch(soon + k * 2, 0, 2);
+        Vec row[TILE_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < TILE_VECTORS; v++) row[v] = load(b + k * b_row + v * WIDTH);
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            Vec factor = broadcast(a.data[r * a.row + k * a.column]);
+#pragma GCC unroll 4
+            for (int v = 0; v < TILE_VECTORS; v++) sums[r][v] += factor * row[v];
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < TILE_VECTORS; v++) {
+            // A sum of its own first, then added: one long sum would lose digits.
+            float* to = c + r * c_row + v * WIDTH;
+            store(to, ADD ? load(to) + sums[r][v] : sums[r][v]);
+        }
+}
+
+// C (rows, PANEL) = or += A (rows, n) · B (n, PANEL).
+template <bool ADD>
+inline void product(int64_t rows, int64_t n, Strided a, const float* b, int64_t b_row, float* c, int64_t c_row,
+                    const float* soon) {
+    for (; rows >= TILE_ROWS; rows -= TILE_ROWS) {
+        tile<TILE_ROWS, ADD>(a, b, b_row, c, c_row, n, soon);
+        soon += 2 * n;
+        a.data += TILE_ROWS * a.row;
+        c += TILE_ROWS * c_row;
+    }
+    switch (rows) {
+        case 5: return tile<5, ADD>(a, b, b_row, c, c_row, n, soon);
+        case 4: return tile<4, ADD>(a, b, b_row, c, c_row, n, soon);
+        case 3: return tile<3, ADD>(a, b, b_row, c, c_row, n, soon);
+        case 2: return tile<2, ADD>(a, b, b_row, c, c_row, n, soon);
+        case 1: return tile<1, ADD>(a, b, b_row, c, c_row, n, soon);
+    }
+}
+
+}  // namespace continuous_attention

@@ -1,0 +1,330 @@
+"""The fused kernels as torch operators: schemas, fake kernels, autograd.
+
+`prepare` takes the arguments of `reference.attention`, less what kernels can't do (masks with gaps, other rules than
+the exact one), and `attention` computes the same. It runs `torch.ops.continuous_attention.forward` and, for the
+gradients, `….backward`, so torch.compile, FakeTensor and dispatch modes see two opaque operators. Outside of these it
+takes a shorter way to the same functions, because on a small input the dispatcher costs more than the kernel.
+
+Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes, D and Dv head dims.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from continuous_attention.kernels import cpu
+
+LARGEST_HEAD_DIM = 256
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers as in kernels/cpu/problem.h
+NO_VECTOR = (0, 0)
+
+# What both operators are given, in this order. Lengths and the start node are float32; with a start node,
+# start_length is the length of its segment and positive, without one it is a length held at the first visible node.
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor intervals, Tensor? lengths, Tensor? start_key, "
+    "Tensor? start_value, Tensor? end_lengths, float scale, float start_length, float end_length"
+)
+_library = torch.library.Library("continuous_attention", "DEF")
+# `rest` is what rounding took from `out`, kept for the gradients in half precision; empty where it isn't kept.
+_library.define(f"forward({_INPUTS}, bool keep_rest) -> (Tensor out, Tensor lse, Tensor rest)")
+# `wanted` are the gradients of the start node, the lengths and the end lengths; the others among them are empty.
+_library.define(
+    "backward(Tensor? out_gradient, Tensor? lse_gradient, Tensor out, Tensor lse, Tensor? rest, "
+    f"{_INPUTS}, bool[] wanted) -> (Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor start_key, "
+    "Tensor start_value, Tensor end_lengths)"
+)
+
+
+def prepare(
+    query_length: int,
+    key_length: int,
+    intervals: Tensor,
+    *,
+    scale: float,
+    lengths: Tensor | None = None,
+    start_node: tuple[Tensor, Tensor] | None = None,
+    start_length: float = 0.0,
+    end_length: float | Tensor = 0.0,
+) -> tuple[Any, ...]:
+    """What the operators are given after query, key and value.
+
+    Args:
+        query_length: Lq.
+        key_length: Lk.
+        intervals: (B or 1, Lq or 1, 2), the nodes [lo, hi) that a query sees.
+        scale: factor of the scores.
+        lengths: (B or 1, Lk), the length of the segment that ends at each node; all 1 where None.
+        start_node: k0 (Hkv, D) and v0 (Hkv, Dv), joined to the first visible node by a segment of `start_length`.
+        start_length: without a start node, the path is held constant for this long before the first visible node.
+        end_length: number or (B or 1, 1, Lq or 1), how long the path is held constant after the last one.
+    """
+    intervals = intervals.clamp(0, key_length).to(torch.int32).expand(-1, query_length, -1).contiguous()
+    start_key = start_value = end_lengths = None
+    # A length that float32 can't hold is none.
+    if start_node is not None and start_length >= torch.finfo(torch.float32).tiny:
+        start_key, start_value = (x.to(torch.float32).contiguous() for x in start_node)
+    elif start_node is not None:
+        start_length = 0.0
+    if lengths is not None:
+        lengths = lengths.to(torch.float32).contiguous()
+    if isinstance(end_length, Tensor):
+        end_lengths = end_length.squeeze(1).to(torch.float32).expand(-1, query_length).contiguous()
+        end_length = 0.0
+    return intervals, lengths, start_key, start_value, end_lengths, scale, start_length, end_length
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, prepared: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """`reference.attention` with the exact rule and no mask, by the fused kernels.
+
+    Args:
+        query: (B, Hq, Lq, D), float32, bfloat16 or float16, with D up to 256.
+        key: (B, Hkv, Lk, D).
+        value: (B, Hkv, Lk, Dv), with Dv up to 256.
+        prepared: the rest, by `prepare`.
+
+    Returns:
+        out (B, Hq, Lq, Dv) contiguous, in the query's dtype, and lse (B, Hq, Lq), float32.
+    """
+    if is_plain(query, key, value):
+        return attention_of_plain(query, key, value, prepared)
+    differentiated = torch.is_grad_enabled() and _requires_grad(query, key, value, *prepared)
+    keep_rest = differentiated and query.dtype != torch.float32
+    out, lse, _ = torch.ops.continuous_attention.forward.default(query, key, value, *prepared, keep_rest)
+    return out, lse
+
+
+def attention_of_plain(query: Tensor, key: Tensor, value: Tensor, prepared: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """`attention` where `is_plain` holds."""
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(query, key, value, *prepared)):
+        out, lse, _ = _Attention.apply(query, key, value, *prepared, query.dtype != torch.float32)
+    else:
+        out, lse, _ = _compute(query, key, value, *prepared, False)
+    return out, lse
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether these are ordinary tensors on the CPU, and nothing traces, fakes or transforms what is done to them."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_transformed():
+        return False
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return False
+        if not x.is_cpu or x.is_nested or x.layout is not torch.strided:
+            return False
+    return True
+
+
+def is_transformed() -> bool:
+    """Whether this runs inside one of torch.func's transforms, which the operators don't know."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _requires_grad(*inputs: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    intervals: Tensor,
+    lengths: Tensor | None,
+    start_key: Tensor | None,
+    start_value: Tensor | None,
+    end_lengths: Tensor | None,
+    scale: float,
+    start_length: float,
+    end_length: float,
+) -> tuple[Any, ...]:
+    """What kernels/cpu/module.cpp calls Arguments; the tensors have to outlive it."""
+    return (
+        DTYPES[query.dtype],
+        query.shape,
+        key.shape,
+        value.shape,
+        scale,
+        (query.data_ptr(), query.stride()),
+        (key.data_ptr(), key.stride()),
+        (value.data_ptr(), value.stride()),
+        (intervals.data_ptr(), intervals.size(0)),
+        NO_VECTOR if lengths is None else (lengths.data_ptr(), lengths.size(0)),
+        (_address(start_key), _address(start_value), start_length),
+        (end_length, NO_VECTOR if end_lengths is None else (end_lengths.data_ptr(), end_lengths.size(0))),
+        torch.get_num_threads(),
+    )
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """The tensor itself if its last dim is contiguous, else a copy."""
+    return x if x.stride()[-1] == 1 else x.contiguous()
+
+
+def _kernels() -> Any:
+    if cpu.module is None:
+        raise NotImplementedError(f"the CPU kernels are missing: {cpu.reason}; {cpu.REINSTALL}")
+    return cpu.module
+
+
+def _compute(
+    query: Tensor, key: Tensor, value: Tensor, *others_and_keep_rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    *others, keep_rest = others_and_keep_rest
+    query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
+    batch, heads, length, _ = query.shape
+    out = query.new_empty((batch, heads, length, value.shape[3]))
+    lse = query.new_empty((batch, heads, length), dtype=torch.float32)
+    rest = torch.empty_like(out) if keep_rest else None
+    _kernels().forward(_problem(query, key, value, *others), out.data_ptr(), _address(rest), lse.data_ptr())
+    return out, lse, rest
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, rest = _compute(*inputs)
+    return out, lse, out.new_empty(0) if rest is None else rest
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *rows, value_dim = *query.shape[:3], value.shape[3]
+    shape, keep_rest = (*rows, value_dim), others[-1]
+    lse = query.new_empty(rows, dtype=torch.float32)
+    return query.new_empty(shape), lse, query.new_empty(shape if keep_rest else (0,))
+
+
+def _compute_gradients(
+    out_gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    *inputs_and_wanted: Any,
+) -> tuple[Tensor | None, ...]:
+    *inputs, wanted = inputs_and_wanted
+    query, key, value, intervals, lengths, start_key, start_value, end_lengths, *numbers = inputs
+    query, key, value, out, lse = (
+        _with_rows(query),
+        _with_rows(key),
+        _with_rows(value),
+        _with_rows(out),
+        lse.contiguous(),
+    )
+    out_gradient = torch.zeros_like(out) if out_gradient is None else _with_rows(out_gradient)
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    batch, heads, length, dim = query.shape
+    key_heads = key.shape[1]
+    gradients = [x.new_empty(x.shape) for x in (query, key, value)]
+    # Of what heads or batch elements share, each gives its own part.
+    of_start, of_lengths, of_ends = wanted
+    start_key_parts = start_key.new_empty((batch, key_heads, dim)) if of_start else None
+    start_value_parts = start_value.new_empty((batch, key_heads, value.shape[3])) if of_start else None
+    length_parts = lengths.new_empty((batch, key_heads, key.shape[2])) if of_lengths else None
+    end_parts = end_lengths.new_empty((batch, heads, length)) if of_ends else None
+    _kernels().backward(
+        _problem(query, key, value, intervals, lengths, start_key, start_value, end_lengths, *numbers),
+        (out.data_ptr(), out.stride()),
+        (out_gradient.data_ptr(), out_gradient.stride()),
+        _address(rest),
+        lse.data_ptr(),
+        _address(lse_gradient),
+        [_address(x) for x in (*gradients, start_key_parts, start_value_parts, length_parts, end_parts)],
+    )
+    return (
+        *gradients,
+        None if length_parts is None else length_parts.sum(1).sum_to_size(lengths.shape),
+        None if start_key_parts is None else start_key_parts.sum(0),
+        None if start_value_parts is None else start_value_parts.sum(0),
+        None if end_parts is None else end_parts.sum(1).sum_to_size(end_lengths.shape),
+    )
+
+
+def _backward(*inputs: Any) -> tuple[Tensor, ...]:
+    out = inputs[2]
+    return tuple(out.new_empty(0) if x is None else x for x in _compute_gradients(*inputs))
+
+
+def _fake_backward(
+    out_gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    *inputs_and_wanted: Any,
+) -> tuple[Tensor, ...]:
+    query, key, value, _, lengths, start_key, start_value, end_lengths, *_, wanted = inputs_and_wanted
+    of_start, of_lengths, of_ends = wanted
+    inputs = (True, query), (True, key), (True, value), (of_lengths, lengths), (of_start, start_key)
+    inputs = *inputs, (of_start, start_value), (of_ends, end_lengths)
+    return tuple(x.new_empty(x.shape) if given else out.new_empty(0) for given, x in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    *tensors, ctx.scale, ctx.start_length, ctx.end_length, keep_rest = inputs
+    out, lse, rest = output
+    ctx.save_for_backward(out, lse, rest if keep_rest else None, *tensors)
+    if rest is not None:
+        ctx.mark_non_differentiable(rest)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None, rest_gradient: None
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    _, _, _, _, of_lengths, of_start_key, of_start_value, of_ends, *_ = ctx.needs_input_grad
+    wanted = [of_start_key or of_start_value, of_lengths, of_ends]
+    inputs = (out_gradient, lse_gradient, *saved, ctx.scale, ctx.start_length, ctx.end_length, wanted)
+    out, lse, _, query, key, value, *_ = saved
+    if not is_plain(out, lse, query, key, value):
+        gradients = torch.ops.continuous_attention.backward.default(*inputs)
+    elif torch.is_grad_enabled():
+        gradients = _Gradient.apply(*inputs)
+    else:
+        gradients = _compute_gradients(*inputs)
+    query, key, value, lengths, start_key, start_value, end_lengths = gradients
+    by_input = query, key, value, None, lengths, start_key, start_value, end_lengths, None, None, None, None
+    return tuple(x if wanted else None for x, wanted in zip(by_input, ctx.needs_input_grad, strict=True))
+
+
+def _refuse(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "the fused kernels of continuous attention can be differentiated once; for derivatives of higher order call "
+        'continuous_attention with backend="reference"'
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """The operator `forward` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = _compute(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *gradients)
+
+
+class _Gradient(torch.autograd.Function):
+    """The operator `backward` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        return _compute_gradients(*inputs)
+
+    backward = staticmethod(_refuse)
+
+
+_library.impl("forward", _forward, "CPU")
+_library.impl("backward", _backward, "CPU")
+torch.library.register_fake("continuous_attention::forward", _fake_forward, lib=_library)
+torch.library.register_fake("continuous_attention::backward", _fake_backward, lib=_library)
+torch.library.register_autograd("continuous_attention::forward", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("continuous_attention::backward", _refuse, lib=_library)
