@@ -76,7 +76,7 @@ def operator_inputs(*, everything: bool) -> tuple[Any, ...]:
         shapes = (1, L), (HKV, D), (HKV, DV), (B, L)
         others = tuple(torch.rand(shape).requires_grad_() for shape in shapes)
     dtype = torch.bfloat16 if everything else torch.float32
-    return *inputs(dtype), intervals, *others, 0.3, 1.0, 0.5, everything
+    return *inputs(dtype), intervals, *others, 0.3, 1.0, 0.5, True
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["least", "everything"])
@@ -84,21 +84,21 @@ def test_opcheck_of_both_operators(everything: bool) -> None:
     given = operator_inputs(everything=everything)
     torch.library.opcheck(torch.ops.continuous_attention.forward.default, given)
     given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
-    *given, keep_rest = given
-    out, lse, rest = torch.ops.continuous_attention.forward(*given, keep_rest)
-    saved = out, lse, rest if keep_rest else None, *given
+    *given, keep = given
+    out, lse, rest, normalizer = torch.ops.continuous_attention.forward(*given, keep)
+    saved = out, rest, normalizer, *given
     for arriving, lengths in (((torch.randn_like(out), None), False), ((None, torch.randn_like(lse)), everything)):
         wanted = [everything, lengths, lengths]
         torch.library.opcheck(torch.ops.continuous_attention.backward.default, (*arriving, *saved, wanted))
 
 
 def test_the_dispatcher_and_the_shorter_way_agree() -> None:
-    query, key, value, *prepared, keep_rest = operator_inputs(everything=True)
+    query, key, value, *prepared, keep = operator_inputs(everything=True)
     leaves = [query, key, value, *(x for x in prepared[1:5])]
     results = []
     for out, lse, *_ in (
         ops.attention_of_plain(query, key, value, tuple(prepared)),
-        torch.ops.continuous_attention.forward(query, key, value, *prepared, keep_rest),
+        torch.ops.continuous_attention.forward(query, key, value, *prepared, keep),
     ):
         loss = out.square().sum() + lse.masked_fill(lse.isinf(), 0.0).sum()
         results.append((out, lse, *torch.autograd.grad(loss, leaves)))

@@ -28,11 +28,12 @@ _INPUTS = (
     "Tensor? start_value, Tensor? end_lengths, float scale, float start_length, float end_length"
 )
 _library = torch.library.Library("continuous_attention", "DEF")
-# `rest` is what rounding took from `out`, kept for the gradients in half precision; empty where it isn't kept.
-_library.define(f"forward({_INPUTS}, bool keep_rest) -> (Tensor out, Tensor lse, Tensor rest)")
+# The gradients want two things more than `out` and `lse`, which are empty unless `keep`: `rest` is what rounding took
+# from `out` (in half precision only), and `normalizer` (B, Hq, Lq, 2) is lse in two numbers, with more digits.
+_library.define(f"forward({_INPUTS}, bool keep) -> (Tensor out, Tensor lse, Tensor rest, Tensor normalizer)")
 # `wanted` are the gradients of the start node, the lengths and the end lengths; the others among them are empty.
 _library.define(
-    "backward(Tensor? out_gradient, Tensor? lse_gradient, Tensor out, Tensor lse, Tensor? rest, "
+    "backward(Tensor? out_gradient, Tensor? lse_gradient, Tensor out, Tensor? rest, Tensor normalizer, "
     f"{_INPUTS}, bool[] wanted) -> (Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor start_key, "
     "Tensor start_value, Tensor end_lengths)"
 )
@@ -90,18 +91,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, prepared: tuple[Any, ..
     """
     if is_plain(query, key, value):
         return attention_of_plain(query, key, value, prepared)
-    differentiated = torch.is_grad_enabled() and _requires_grad(query, key, value, *prepared)
-    keep_rest = differentiated and query.dtype != torch.float32
-    out, lse, _ = torch.ops.continuous_attention.forward.default(query, key, value, *prepared, keep_rest)
+    keep = torch.is_grad_enabled() and _requires_grad(query, key, value, *prepared)
+    out, lse, _, _ = torch.ops.continuous_attention.forward.default(query, key, value, *prepared, keep)
     return out, lse
 
 
 def attention_of_plain(query: Tensor, key: Tensor, value: Tensor, prepared: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """`attention` where `is_plain` holds."""
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _requires_grad(query, key, value, *prepared)):
-        out, lse, _ = _Attention.apply(query, key, value, *prepared, query.dtype != torch.float32)
+        out, lse, _, _ = _Attention.apply(query, key, value, *prepared, True)
     else:
-        out, lse, _ = _compute(query, key, value, *prepared, False)
+        out, lse, _, _ = _compute(query, key, value, *prepared, False)
     return out, lse
 
 
@@ -173,53 +173,57 @@ def _kernels() -> Any:
 
 
 def _compute(
-    query: Tensor, key: Tensor, value: Tensor, *others_and_keep_rest: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    *others, keep_rest = others_and_keep_rest
+    query: Tensor, key: Tensor, value: Tensor, *others_and_keep: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    *others, keep = others_and_keep
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, heads, length, value.shape[3]))
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
-    rest = torch.empty_like(out) if keep_rest else None
-    _kernels().forward(_problem(query, key, value, *others), out.data_ptr(), _address(rest), lse.data_ptr())
-    return out, lse, rest
+    rest = torch.empty_like(out) if keep and _has_rest(query) else None
+    normalizer = lse.new_empty((*lse.shape, 2)) if keep else None
+    addresses = out.data_ptr(), lse.data_ptr(), _address(rest), _address(normalizer)
+    _kernels().forward(_problem(query, key, value, *others), *addresses)
+    return out, lse, rest, normalizer
 
 
-def _forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, rest = _compute(*inputs)
-    return out, lse, out.new_empty(0) if rest is None else rest
+def _has_rest(query: Tensor) -> bool:
+    return query.dtype != torch.float32
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
+    out = inputs[0]
+    return tuple(out.new_empty(0) if x is None else x for x in _compute(*inputs))
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
     *rows, value_dim = *query.shape[:3], value.shape[3]
-    shape, keep_rest = (*rows, value_dim), others[-1]
+    shape, keep = (*rows, value_dim), others[-1]
     lse = query.new_empty(rows, dtype=torch.float32)
-    return query.new_empty(shape), lse, query.new_empty(shape if keep_rest else (0,))
+    rest = query.new_empty(shape if keep and _has_rest(query) else (0,))
+    normalizer = lse.new_empty((*rows, 2)) if keep else query.new_empty(0)
+    return query.new_empty(shape), lse, rest, normalizer
 
 
 def _compute_gradients(
     out_gradient: Tensor | None,
     lse_gradient: Tensor | None,
     out: Tensor,
-    lse: Tensor,
     rest: Tensor | None,
+    normalizer: Tensor,
     *inputs_and_wanted: Any,
 ) -> tuple[Tensor | None, ...]:
     *inputs, wanted = inputs_and_wanted
     query, key, value, intervals, lengths, start_key, start_value, end_lengths, *numbers = inputs
-    query, key, value, out, lse = (
-        _with_rows(query),
-        _with_rows(key),
-        _with_rows(value),
-        _with_rows(out),
-        lse.contiguous(),
-    )
+    query, key, value, out = _with_rows(query), _with_rows(key), _with_rows(value), _with_rows(out)
     out_gradient = torch.zeros_like(out) if out_gradient is None else _with_rows(out_gradient)
     lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
     batch, heads, length, dim = query.shape
     key_heads = key.shape[1]
     gradients = [x.new_empty(x.shape) for x in (query, key, value)]
     # Of what heads or batch elements share, each gives its own part.
+    if normalizer.shape != (batch, heads, length, 2):
+        raise ValueError("backward needs the normalizer that forward returns with keep=True")
     of_start, of_lengths, of_ends = wanted
     start_key_parts = start_key.new_empty((batch, key_heads, dim)) if of_start else None
     start_value_parts = start_value.new_empty((batch, key_heads, value.shape[3])) if of_start else None
@@ -229,8 +233,8 @@ def _compute_gradients(
         _problem(query, key, value, intervals, lengths, start_key, start_value, end_lengths, *numbers),
         (out.data_ptr(), out.stride()),
         (out_gradient.data_ptr(), out_gradient.stride()),
-        _address(rest),
-        lse.data_ptr(),
+        _address(rest if _has_rest(query) else None),
+        normalizer.data_ptr(),
         _address(lse_gradient),
         [_address(x) for x in (*gradients, start_key_parts, start_value_parts, length_parts, end_parts)],
     )
@@ -252,8 +256,8 @@ def _fake_backward(
     out_gradient: Tensor | None,
     lse_gradient: Tensor | None,
     out: Tensor,
-    lse: Tensor,
     rest: Tensor | None,
+    normalizer: Tensor,
     *inputs_and_wanted: Any,
 ) -> tuple[Tensor, ...]:
     query, key, value, _, lengths, start_key, start_value, end_lengths, *_, wanted = inputs_and_wanted
@@ -263,24 +267,25 @@ def _fake_backward(
     return tuple(x.new_empty(x.shape) if given else out.new_empty(0) for given, x in inputs)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
-    *tensors, ctx.scale, ctx.start_length, ctx.end_length, keep_rest = inputs
-    out, lse, rest = output
-    ctx.save_for_backward(out, lse, rest if keep_rest else None, *tensors)
-    if rest is not None:
-        ctx.mark_non_differentiable(rest)
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+) -> None:
+    *tensors, ctx.scale, ctx.start_length, ctx.end_length, keep = inputs
+    out, _, rest, normalizer = output
+    ctx.save_for_backward(out, rest, normalizer, *tensors)
+    ctx.mark_non_differentiable(*(x for x in (rest, normalizer) if x is not None))
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
-    ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None, rest_gradient: None
+    ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None, *others: None
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     _, _, _, _, of_lengths, of_start_key, of_start_value, of_ends, *_ = ctx.needs_input_grad
     wanted = [of_start_key or of_start_value, of_lengths, of_ends]
     inputs = (out_gradient, lse_gradient, *saved, ctx.scale, ctx.start_length, ctx.end_length, wanted)
-    out, lse, _, query, key, value, *_ = saved
-    if not is_plain(out, lse, query, key, value):
+    out, _, _, query, key, value, *_ = saved
+    if not is_plain(out, query, key, value):
         gradients = torch.ops.continuous_attention.backward.default(*inputs)
     elif torch.is_grad_enabled():
         gradients = _Gradient.apply(*inputs)
@@ -302,7 +307,7 @@ class _Attention(torch.autograd.Function):
     """The operator `forward` without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         output = _compute(*inputs)
         _save(ctx, inputs, output)
         return output

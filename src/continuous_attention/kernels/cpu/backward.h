@@ -60,7 +60,8 @@ class Sums {
 
 // What a vector of lanes carries from node to node on the way down.
 struct Descent {
-    Vec lse, mean;        // the reference (in base 2); dO·o - dlse
+    Vec reference, scale;  // p = 2^(score - reference) · scale / ln 2, so that all weights add up to 1
+    Vec mean;             // dO·o - dlse
     Node before;
     Vec right, g, c;      // of the node before
     Node start;
@@ -75,8 +76,9 @@ struct Row {
 template <bool EDGE, bool LENGTHS>
 CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int32_t i, Vec score, Vec product) {
     Descent& w = at_lane;
-    if (LENGTHS) score = minimum(score, w.lse + CEILING);
-    const Node here = node(score, w.lse);
+    if (LENGTHS) score = minimum(score, w.reference + CEILING);
+    Node here = node(score, w.reference);
+    here.p *= w.scale;
     const Vec g = product - w.mean;
     const Segment s = segment_to<EDGE, LENGTHS>(path, at, i, w.before, here, w.start);
     Vec g_before = w.g, left = s.left;
@@ -128,7 +130,7 @@ class Backward {
 
     void operator()(const Group& group, int64_t first_row, Sums& sums) {
         // A path without length has the value of its last node, and nothing else has a gradient.
-        auto without_length = [&](int64_t row) { return std::isinf(gradients_.lse[group.flat(row)]); };
+        auto without_length = [&](int64_t row) { return gradients_.normalizer[2 * group.flat(row) + 1] == 0; };
         Block block(group, first_row, {0, int32_t(problem_.Lk)}, without_length);
         pack_lanes<T>(block, problem_.query, problem_.D, problem_.scale * LOG2E, query_lanes_.get());
         pack_lanes<T>(block, gradients_.out_gradient, problem_.Dv, 1.0f, out_lanes_.get());
@@ -170,7 +172,8 @@ class Backward {
     void begin(const Block& block, Sums& sums) {
         const Group& group = block.group;
         for (int p = 0; p < block.panels_in_use; p++) {
-            alignas(64) float lse[PANEL] = {}, mean[PANEL] = {}, start_score[PANEL] = {}, start_g[PANEL] = {};
+            alignas(64) float reference[PANEL] = {}, scale[PANEL] = {}, mean[PANEL] = {}, start_score[PANEL] = {},
+                              start_g[PANEL] = {};
             for (int i = 0; i < PANEL && p * PANEL + i < block.rows; i++) {
                 const int lane = p * PANEL + i;
                 const int64_t row = block.first + lane, flat = group.flat(row);
@@ -189,7 +192,7 @@ class Backward {
                 for (int64_t d = 0; d < problem_.Dv; d++)
                     mean[i] += to_float(gradient[d]) * (to_float(out[d]) + (rest ? to_float(rest[d]) : 0.0f));
                 if (gradients_.lse_gradient) mean[i] -= gradients_.lse_gradient[flat];
-                lse[i] = gradients_.lse[flat] * LOG2E;
+                reference[i] = gradients_.normalizer[2 * flat], scale[i] = 1 / gradients_.normalizer[2 * flat + 1];
             }
             if (problem_.start_key) {
                 tile<1, false>({of_head(problem_.start_key, group, problem_.D), 0, 1}, query_of(p), PANEL, start_score,
@@ -200,8 +203,10 @@ class Backward {
             for (int v = 0; v < TILE_VECTORS; v++) {
                 Descent& d = descents_[p][v];
                 d = Descent{};
-                d.lse = load(lse + v * WIDTH), d.mean = load(mean + v * WIDTH);
-                d.start = node(load(start_score + v * WIDTH), d.lse);
+                d.reference = load(reference + v * WIDTH), d.scale = load(scale + v * WIDTH);
+                d.mean = load(mean + v * WIDTH);
+                d.start = node(load(start_score + v * WIDTH), d.reference);
+                d.start.p *= d.scale;
                 d.start_g = load(start_g + v * WIDTH) - d.mean;
             }
         }

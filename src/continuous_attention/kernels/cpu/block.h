@@ -107,7 +107,8 @@ struct Block {
         Run seen[BLOCK];
         int32_t starts[BLOCK];
         float ends[BLOCK];
-        bool has_end = false;
+        // Given lengths may be 0, but have a gradient all the same.
+        bool has_end = group.problem.end_lengths.data != nullptr;
         for (int lane = 0; lane < panels_in_use * PANEL; lane++) {
             Run run = {0, 0};
             starts[lane] = NEVER, ends[lane] = 0;

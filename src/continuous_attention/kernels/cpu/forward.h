@@ -4,16 +4,12 @@
 // belong to the nodes one before its own, and what the last segment gives to its later node is carried on.
 #pragma once
 
-#include <cmath>
-#include <limits>
-
+#include "decode.h"
 #include "path.h"
+#include "result.h"
 #include "threads.h"
 
 namespace continuous_attention {
-
-// The reference rises only when a score is this far above it: rescaling is rare then, and nothing overflows.
-constexpr float SLACK = 10.0f;
 
 // What a vector of lanes carries from node to node. Weights are relative to 2^reference.
 struct Walk {
@@ -64,6 +60,18 @@ CSA_INLINE Vec step(Walk& walk, const Path& path, const Column& at, int32_t i, V
     return weight;
 }
 
+// Lifts the reference to `highest` where it lies far below. If it did anywhere, `factor` is what weights so far become
+// less by, and those that the walk doesn't hold still have to be multiplied by it.
+CSA_INLINE bool raise_reference(Walk& walk, Vec highest, Vec& factor) {
+    const Int rises = highest > walk.reference + SLACK;
+    if (!any(rises)) return false;
+    const Vec reference = rises ? highest : walk.reference;
+    factor = rises ? exp2_over_ln2(walk.reference - reference) * LN2 : broadcast(1.0f);
+    walk.reference = reference;
+    walk.before.p *= factor, walk.right *= factor, walk.total *= factor, walk.start_weight *= factor;
+    return true;
+}
+
 // Turns the scores of `run` into weights, in place, for one vector of lanes; row i holds node i's score before and
 // node i - 1's weight after. `out` has `dim` rows that follow the reference.
 template <bool LENGTHS>
@@ -73,14 +81,8 @@ inline void weigh(Walk& walk, const Path& path, const Panel& panel, int v, Run r
     auto row = [&](int32_t i) CSA_LAMBDA { return scores + (i - run.from) * PANEL; };
     Vec highest =
         highest_score(path, at, panel.inner, run, walk.reference, [&](int32_t i) CSA_LAMBDA { return load(row(i)); });
-    Int rises = highest > walk.reference + SLACK;
-    if (any(rises)) {
-        Vec reference = rises ? highest : walk.reference;
-        Vec factor = rises ? exp2_over_ln2(walk.reference - reference) * LN2 : broadcast(1.0f);
-        walk.reference = reference;
-        walk.before.p *= factor, walk.right *= factor, walk.total *= factor, walk.start_weight *= factor;
+    if (Vec factor; raise_reference(walk, highest, factor))
         for (int64_t d = 0; d < dim; d++) store(out + d * PANEL, factor * load(out + d * PANEL));
-    }
     Walk w = walk;
     for_each_node(
         run, panel.inner,
@@ -89,27 +91,26 @@ inline void weigh(Walk& walk, const Path& path, const Panel& panel, int v, Run r
     walk = w;
 }
 
-// Where a piece of the path's result goes: the output itself, or memory to be merged.
-struct Destination {
-    float* out;  // (rows, Dv) contiguous, or null
-    float* lse;  // (rows), or null
-};
-
 template <class T>
 class Forward {
   public:
-    Forward(const Problem& problem, const Result& result)
+    // What all jobs share: nothing.
+    struct Shared {};
+    static Shared share(const Problem&) { return {}; }
+
+    Forward(const Problem& problem, Shared)
         : problem_(problem),
-          result_(result),
           tile_(tile_size(problem)),
           query_(buffer(BLOCK * problem.D)),
           out_(buffer(BLOCK * problem.Dv)),
           scores_(buffer(BLOCK * (tile_ + 1))),
           keys_(buffer(tile_ * problem.D)),
           values_(buffer((tile_ + 1) * problem.Dv)),
-          row_(buffer(problem.Dv)) {}
+          sums_(buffer(problem.Dv)) {}
 
-    void operator()(const Group& group, int64_t first_row, Run piece, Destination destination) {
+    // Gives put(row, integrals) for the rows of the block.
+    template <class Put>
+    void operator()(const Group& group, int64_t first_row, Run piece, const Put& put) {
         Block block(group, first_row, piece, [](int64_t) { return false; });
         pack_lanes<T>(block, problem_.query, problem_.D, problem_.scale * LOG2E, query_.get());
         std::fill_n(out_.get(), block.panels_in_use * PANEL * problem_.Dv, 0.0f);
@@ -117,14 +118,13 @@ class Forward {
         for (Run run : block.runs)
             for (int32_t from = run.from; from < run.to; from += tile_)
                 tile_of_nodes(block, run, {from, std::min(run.to, from + tile_)});
-        finish(block, destination);
+        finish(block, piece, put);
     }
 
   private:
     const Problem& problem_;
-    const Result& result_;
     const int32_t tile_;
-    Buffer query_, out_, scores_, keys_, values_, row_;
+    Buffer query_, out_, scores_, keys_, values_, sums_;
     Walk walks_[PANELS][TILE_VECTORS];
 
     float* out_of(int p) { return out_.get() + p * problem_.Dv * PANEL; }
@@ -204,56 +204,80 @@ class Forward {
         return rows.data + n * rows.row + n * rows.row * p / panels;
     }
 
-    void finish(const Block& block, Destination destination) {
+    template <class Put>
+    void finish(const Block& block, Run piece, const Put& put) {
         const Group& group = block.group;
-        const float* start_value =
-            problem_.start_value ? of_head(problem_.start_value, group, problem_.Dv) : nullptr;
+        const float* start_value = problem_.start_value ? of_head(problem_.start_value, group, problem_.Dv) : nullptr;
         for (int lane = 0; lane < block.rows; lane++) {
             const int64_t row = block.first + lane;
             const int p = lane / PANEL, i = lane % PANEL;
             const Walk& walk = walks_[p][i / WIDTH];
-            const float total = walk.total[i % WIDTH], *out = out_of(p) + i;
-            float lse = -std::numeric_limits<float>::infinity();
-            if (block.blank[lane]) {
-                std::fill_n(row_.get(), problem_.Dv, 0.0f);
-            } else if (total == 0) {
+            Integrals x = {walk.reference[i % WIDTH], block.blank[lane] ? 0 : walk.total[i % WIDTH], sums_.get()};
+            if (x.total == 0) {
                 // The limit of a path whose length goes to 0.
-                read(group.node_of<const T>(problem_.value, block.panels[p].hi[i] - 1), row_.get(), problem_.Dv);
+                std::fill_n(x.sums, problem_.Dv, 0.0f);
+                const int32_t last = group.sees(row).to;
+                if (!block.blank[lane] && last <= piece.to)
+                    read(group.node_of<const T>(problem_.value, last - 1), x.sums, problem_.Dv);
             } else {
-                const float start = walk.start_weight[i % WIDTH], scale = 1 / total;
-                for (int64_t d = 0; d < problem_.Dv; d++) {
-                    float weighted = out[d * PANEL];
-                    if (start_value) weighted += start * start_value[d];
-                    row_[d] = weighted * scale;
-                }
-                lse = (walk.reference[i % WIDTH] + std::log2(total)) * LN2;
+                const float *out = out_of(p) + i, start = walk.start_weight[i % WIDTH];
+                for (int64_t d = 0; d < problem_.Dv; d++)
+                    x.sums[d] = out[d * PANEL] + (start_value ? start * start_value[d] : 0.0f);
             }
-            if (destination.out) {
-                std::copy_n(row_.get(), problem_.Dv, destination.out + row * problem_.Dv);
-                destination.lse[row] = lse;
-            } else {
-                T* out_row = group.row_of<T>(result_.out, row);
-                write(row_.get(), out_row, problem_.Dv);
-                if (result_.out_rest) {
-                    for (int64_t d = 0; d < problem_.Dv; d++) row_[d] -= to_float(out_row[d]);
-                    write(row_.get(), static_cast<T*>(result_.out_rest) + group.flat(row) * problem_.Dv, problem_.Dv);
-                }
-                result_.lse[group.flat(row)] = lse;
-            }
+            put(row, x);
         }
     }
 };
 
+}  // namespace continuous_attention
+
+#include "amx_forward.h"
+
+namespace continuous_attention {
+
+// What turns blocks of queries into integrals, for each dtype.
+template <class T>
+using ForwardOf = std::conditional_t<HAS_AMX && std::is_same_v<T, bfloat16>, AmxForward<bfloat16>, Forward<T>>;
+
+// Cuts the nodes into pieces, so that there is work for all threads where there are few queries.
+inline int64_t pieces_wanted(const Problem& problem, int64_t jobs, int64_t shortest) {
+    if (problem.threads == 1 || jobs == 0) return 1;
+    return std::clamp<int64_t>((problem.threads + jobs - 1) / jobs, 1, std::max<int64_t>(1, problem.Lk / shortest));
+}
+
 template <class T>
 void forward_as(const Problem& problem, const Result& result) {
-    const int64_t groups = problem.B * problem.Hkv;
-    const int64_t blocks = (problem.Hq / problem.Hkv * problem.Lq + BLOCK - 1) / BLOCK;
-    for_each_job(problem.threads, groups * blocks, [&] {
-        return [&, run = Forward<T>(problem, result)](int64_t job) mutable {
-            // The last rows first: under causality they take longest.
-            const Group group{problem, job / blocks / problem.Hkv, job / blocks % problem.Hkv};
-            const int64_t first = (blocks - 1 - job % blocks) * BLOCK;
-            run(group, first, {0, int32_t(problem.Lk)}, {nullptr, nullptr});
+    const int64_t groups = problem.B * problem.Hkv, rows = problem.Hq / problem.Hkv * problem.Lq;
+    const bool few = rows <= DECODE_ROWS;
+    const int64_t blocks = few ? 1 : (rows + BLOCK - 1) / BLOCK;
+    Pieces pieces(problem, pieces_wanted(problem, groups * blocks, 256));
+    auto group_of = [&](int64_t g) { return Group{problem, g / problem.Hkv, g % problem.Hkv}; };
+    // Jobs go piece by piece, block by block, head by head; the last rows first: under causality they take longest.
+    auto work = [&](auto& run, int64_t job) {
+        const Group group = group_of(job / pieces.count / blocks);
+        const int64_t first = (blocks - 1 - job / pieces.count % blocks) * BLOCK, i = job % pieces.count;
+        const Run piece = {int32_t(problem.Lk * i / pieces.count), int32_t(problem.Lk * (i + 1) / pieces.count)};
+        run(group, first, piece, [&](int64_t row, const Integrals& x) {
+            if (pieces.count > 1) pieces.put(group, row, i, x);
+            else write_result<T>(result, group, row, x);
+        });
+    };
+    const int64_t jobs = rows ? groups * blocks * pieces.count : 0;
+    if (few)
+        for_each_job(problem.threads, jobs, [&] {
+            return [&, run = Decode<T>(problem)](int64_t job) mutable { work(run, job); };
+        });
+    else {
+        const auto shared = ForwardOf<T>::share(problem);
+        for_each_job(problem.threads, jobs, [&] {
+            return [&, run = ForwardOf<T>(problem, shared)](int64_t job) mutable { work(run, job); };
+        });
+    }
+    if (pieces.count == 1) return;
+    for_each_job(problem.threads, groups, [&] {
+        return [&, sums = buffer(problem.Dv)](int64_t g) {
+            for (int64_t row = 0; row < rows; row++)
+                write_result<T>(result, group_of(g), row, pieces.merge(group_of(g), row, sums.get()));
         };
     });
 }

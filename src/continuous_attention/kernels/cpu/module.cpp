@@ -76,12 +76,13 @@ Problem problem(const Arguments& arguments) {
     };
 }
 
-void run_forward(const Arguments& arguments, Address out, Address out_rest, Address lse) {
+void run_forward(const Arguments& arguments, Address out, Address lse, Address out_rest, Address normalizer) {
     const Problem p = problem(arguments);
     const Result result{
         .out = contiguous(out, p.Hq, p.Lq, p.Dv),
-        .out_rest = pointer<void>(out_rest),
         .lse = pointer<float>(lse),
+        .out_rest = pointer<void>(out_rest),
+        .normalizer = pointer<float>(normalizer),
     };
     nb::gil_scoped_release release;
     forward(p, result);
@@ -89,13 +90,13 @@ void run_forward(const Arguments& arguments, Address out, Address out_rest, Addr
 
 // The gradients of query, key, value, start key and value, lengths and end lengths are contiguous.
 void run_backward(const Arguments& arguments, const Strided& out, const Strided& out_gradient, Address out_rest,
-                  Address lse, Address lse_gradient, const std::array<Address, 7>& gradients) {
+                  Address normalizer, Address lse_gradient, const std::array<Address, 7>& gradients) {
     const Problem p = problem(arguments);
     const Gradients result{
         .out = tensor(out),
         .out_gradient = tensor(out_gradient),
         .out_rest = pointer<const void>(out_rest),
-        .lse = pointer<const float>(lse),
+        .normalizer = pointer<const float>(normalizer),
         .lse_gradient = pointer<const float>(lse_gradient),
         .query = contiguous(gradients[0], p.Hq, p.Lq, p.D),
         .key = contiguous(gradients[1], p.Hkv, p.Lk, p.D),

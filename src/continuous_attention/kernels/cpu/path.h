@@ -10,6 +10,8 @@ namespace continuous_attention {
 
 // A score this far (in base 2) above the reference belongs to a node without length; it must stay finite.
 constexpr float CEILING = 64.0f;
+// The reference rises only when a score is this far above it: rescaling is rare then, and nothing overflows.
+constexpr float SLACK = 10.0f;
 
 // How long the segments are, and what lies before the first visible node.
 struct Path {
@@ -40,7 +42,10 @@ struct Column {
 struct Node {
     Vec score, p;
 };
-CSA_INLINE Node node(Vec score, Vec reference) { return {score, exp2_over_ln2(score - reference)}; }
+template <Digits DIGITS = Digits::all>
+CSA_INLINE Node node(Vec score, Vec reference) {
+    return {score, exp2_over_ln2<DIGITS>(score - reference)};
+}
 
 struct Segment {
     Vec rise, per_rise;
@@ -53,7 +58,7 @@ struct Segment {
 };
 
 // The segment from `before` to `here`, node i. EDGE: some lane's path begins or ends at it; only then `start` is read.
-template <bool EDGE, bool LENGTHS>
+template <bool EDGE, bool LENGTHS, Digits DIGITS = Digits::all>
 CSA_INLINE Segment segment_to(const Path& path, const Column& at, int32_t i, Node before, Node here, Node start) {
     Segment s;
     Int row = broadcast(i), counts;
@@ -69,8 +74,8 @@ CSA_INLINE Segment segment_to(const Path& path, const Column& at, int32_t i, Nod
     }
     s.before = before;
     s.rise = here.score - before.score;
-    s.per_rise = 1.0f / s.rise;
-    s.unit = shares(s.rise, s.per_rise, before.p, here.p);
+    s.per_rise = reciprocal<DIGITS>(s.rise);
+    s.unit = shares<DIGITS>(s.rise, s.per_rise, before.p, here.p);
     s.length = broadcast(LENGTHS ? path.lengths[i] : 1.0f);
     s.left = LENGTHS ? s.unit.left * s.length : s.unit.left;
     s.right = LENGTHS ? s.unit.right * s.length : s.unit.right;

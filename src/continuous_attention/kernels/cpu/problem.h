@@ -40,19 +40,21 @@ struct Problem {
 
 struct Result {
     Tensor4 out;     // (B, Hq, Lq, Dv)
-    void* out_rest;  // the same shape, contiguous: what rounding took from out, for the backward pass in half
-                     // precision; null: not wanted
     float* lse;      // (B, Hq, Lq) contiguous
+    // For the backward pass; null: not wanted.
+    void* out_rest;     // (B, Hq, Lq, Dv) contiguous: what rounding took from out, in half precision
+    float* normalizer;  // (B, Hq, Lq, 2) contiguous: the reference r and the total z of each query, lse = ln(2^r z);
+                        // lse itself would lose the digits that large scores take
 };
 
 struct Gradients {
     Tensor4 out, out_gradient;   // out of the forward pass, and its gradient
     const void* out_rest;        // of the forward pass; null: none
-    const float* lse;            // (B, Hq, Lq) contiguous, of the forward pass
-    const float* lse_gradient;   // the same shape; null: zero
+    const float* normalizer;     // of the forward pass
+    const float* lse_gradient;   // (B, Hq, Lq) contiguous; null: zero
     Tensor4 query, key, value;   // written
-    float* start_key;            // (B, Hkv, D), written: to be summed over the batch; null where there is no start node
-    float* start_value;          // (B, Hkv, Dv)
+    float* start_key;            // (B, Hkv, D), written: to be summed over the batch; null: not wanted
+    float* start_value;          // (B, Hkv, Dv), written; null if start_key is
     float* lengths;              // (B, Hkv, Lk), written: to be summed over the heads; null: not wanted
     float* end_lengths;          // (B, Hq, Lq), written: to be summed over the heads; null: not wanted
 };

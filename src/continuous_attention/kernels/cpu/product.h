@@ -6,10 +6,10 @@
 namespace continuous_attention {
 
 // A register tile is 6 rows of PANEL columns: its accumulators, one row of B and one number of A fill the registers.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__aarch64__)
 constexpr int TILE_VECTORS = 4;
 #else
-constexpr int TILE_VECTORS = 2;
+constexpr int TILE_VECTORS = WIDTH == 16 ? 4 : 2;
 #endif
 constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int TILE_ROWS = 6;

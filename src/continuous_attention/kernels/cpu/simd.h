@@ -57,8 +57,32 @@ CSA_INLINE bool any(Int mask) {
     return seen != 0;
 }
 
-// 2^x / ln 2 with a relative error of 1.4e-7; below x = -126 it stays at the smallest normal number.
+// How much accuracy a function is asked for: float32's, or what is left of it after rounding to bfloat16.
+enum class Digits { all, few };
+
+CSA_INLINE Vec exp2_over_ln2_few(Vec x) {
+    auto polynomial = [](Vec f) CSA_LAMBDA {
+        Vec y = f * 7.9595893321e-02f + 3.5001386285e-01f;
+        y = y * f + 1.0001641858e+00f;
+        return y * f + 1.4425912729e+00f;
+    };
+#if defined(__AVX512DQ__) && !defined(CSA_WIDTH)
+    const Vec f = _mm512_reduce_ps(x, 0);
+    return _mm512_scalef_ps(polynomial(f), x - f);
+#else
+    constexpr float ROUND = 0x1.8p23f;
+    x = maximum(x, broadcast(-126.0f));
+    Vec shifted = x + ROUND;
+    return std::bit_cast<Vec>(std::bit_cast<Bits>(polynomial(x - (shifted - ROUND))) +
+                              (std::bit_cast<Bits>(shifted) << 23));
+#endif
+}
+
+// 2^x / ln 2 with a relative error of 1.4e-7, or 7.5e-5 where few digits will do; below x = -126 it stays at the
+// smallest normal number, or goes to 0.
+template <Digits DIGITS = Digits::all>
 CSA_INLINE Vec exp2_over_ln2(Vec x) {
+    if constexpr (DIGITS == Digits::few) return exp2_over_ln2_few(x);
     constexpr float ROUND = 0x1.8p23f;  // adding it moves the integer nearest to x into the lowest bits
     x = maximum(x, broadcast(-126.0f));
     Vec shifted = x + ROUND;
@@ -69,6 +93,17 @@ CSA_INLINE Vec exp2_over_ln2(Vec x) {
     y = y * f + 9.9999970198e-01f;
     y = y * f + 1.4426951408e+00f;
     return std::bit_cast<Vec>(std::bit_cast<Bits>(y) + (std::bit_cast<Bits>(shifted) << 23));
+}
+
+// 1 / x; with few digits its relative error is up to 6.1e-5.
+template <Digits DIGITS = Digits::all>
+CSA_INLINE Vec reciprocal(Vec x) {
+#if defined(__AVX512F__) && !defined(CSA_WIDTH)
+    if constexpr (DIGITS == Digits::few) return _mm512_rcp14_ps(x);
+#elif defined(CSA_EMULATE_AMX)
+    if constexpr (DIGITS == Digits::few) return std::bit_cast<Vec>(std::bit_cast<Int>(1.0f / x) & -0x200);
+#endif
+    return 1.0f / x;
 }
 
 // |x| < 2 ? a : b, and b for a NaN: bit 30 of a float says just that.

@@ -1,0 +1,90 @@
+// What becomes of a query's sums: out and lse, or a piece that is merged with the other pieces of its path.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "block.h"
+#include "segment.h"
+
+namespace continuous_attention {
+
+// The integrals over one piece of a query's path, relative to 2^reference: ∫ e^a and, in `sums`, ∫ e^a v.
+// Where the piece has no length, total is 0 and the sums are the value of the path's last node, if the piece holds it.
+struct Integrals {
+    float reference, total;
+    float* sums;  // (Dv)
+};
+
+// Pieces of paths, written by different jobs and read by merge().
+class Pieces {
+  public:
+    Pieces(const Problem& problem, int64_t count)
+        : count(count),
+          rows_(problem.Hq / problem.Hkv * problem.Lq),
+          dim_(problem.Dv),
+          data_(buffer(problem.B * problem.Hkv * rows_ * count * (dim_ + 2))),
+          heads_(problem.Hkv) {}
+
+    const int64_t count;
+
+    void put(const Group& group, int64_t row, int64_t piece, const Integrals& x) {
+        float* to = at(group, row, piece);
+        to[0] = x.reference, to[1] = x.total;
+        std::copy_n(x.sums, dim_, to + 2);
+    }
+
+    // The integral is additive: pieces that share one node merge exactly.
+    Integrals merge(const Group& group, int64_t row, float* sums) const {
+        float reference = -std::numeric_limits<float>::infinity(), total = 0;
+        for (int64_t piece = 0; piece < count; piece++) {
+            const float* x = at(group, row, piece);
+            if (x[1] != 0 && !(x[0] <= reference)) reference = x[0];
+        }
+        const bool no_length = std::isinf(reference) && reference < 0;
+        std::fill_n(sums, dim_, 0.0f);
+        for (int64_t piece = 0; piece < count; piece++) {
+            const float* x = at(group, row, piece);
+            const float factor = no_length ? 1.0f : x[1] == 0 ? 0.0f : std::exp2(x[0] - reference);
+            if (factor == 0) continue;
+            total += factor * x[1];
+            for (int64_t d = 0; d < dim_; d++) sums[d] += factor * x[2 + d];
+        }
+        return {reference, total, sums};
+    }
+
+  private:
+    int64_t rows_, dim_;
+    Buffer data_;
+    int64_t heads_;
+
+    float* at(const Group& group, int64_t row, int64_t piece) const {
+        const int64_t head = group.batch * heads_ + group.key_head;
+        return data_.get() + ((head * rows_ + row) * count + piece) * (dim_ + 2);
+    }
+};
+
+// Writes what is known of a query. Overwrites the sums.
+template <class T>
+void write_result(const Result& result, const Group& group, int64_t row, Integrals x) {
+    const int64_t dim = group.problem.Dv, flat = group.flat(row);
+    if (x.total != 0) {
+        const float scale = 1 / x.total;
+        for (int64_t d = 0; d < dim; d++) x.sums[d] *= scale;
+    }
+    T* out = group.row_of<T>(result.out, row);
+    write(x.sums, out, dim);
+    // In float64, since the reference may be large and the rest of the sum small.
+    result.lse[flat] = x.total == 0 ? -std::numeric_limits<float>::infinity()
+                                    : float(std::log(2.0) * x.reference + std::log(double(x.total)));
+    if (result.out_rest) {
+        for (int64_t d = 0; d < dim; d++) x.sums[d] -= to_float(out[d]);
+        write(x.sums, static_cast<T*>(result.out_rest) + flat * dim, dim);
+    }
+    if (result.normalizer) {
+        result.normalizer[2 * flat] = x.reference;
+        result.normalizer[2 * flat + 1] = x.total;
+    }
+}
+
+}  // namespace continuous_attention
