@@ -28,6 +28,13 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command(
+        name="bench",
+        summary="measure continuous attention against softmax attention on this machine's CPU",
+        module="continuous_attention.bench",
+        extra="",
+        packages=(),
+    ),
+    Command(
         name="experiment language",
         summary="train small language models with softmax and continuous attention, and compare them",
         module="continuous_attention.experiments.language",

@@ -102,7 +102,7 @@ def describe_session(command: str, processes: int, packages: Sequence[str]) -> d
         "command": command,
         "processes": processes,
         "machine": {
-            "device": torch.cuda.get_device_name() if cuda else _processor(),
+            "device": torch.cuda.get_device_name() if cuda else processor(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "system": f"{platform.system()} {platform.machine()}",
@@ -114,7 +114,7 @@ def describe_session(command: str, processes: int, packages: Sequence[str]) -> d
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return the processor's name, which Linux tells in /proc only."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

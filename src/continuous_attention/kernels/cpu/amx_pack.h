@@ -27,7 +27,9 @@ constexpr int AMX_GROUPS = AMX_TILE / PATCH;
 using PairBuffer = std::unique_ptr<Pairs[], Free>;
 inline PairBuffer pair_buffer(int64_t count) { return PairBuffer(reinterpret_cast<Pairs*>(buffer(count * WIDTH).release())); }
 
-inline Run whole_groups(Run run) { return {run.from / PATCH * PATCH, int32_t(whole_patches(run.to))}; }
+inline Run whole_groups(Run run) {
+    return run.empty() ? run : Run{run.from / PATCH * PATCH, int32_t(whole_patches(run.to))};
+}
 inline Run intersection(Run a, Run b) { return {std::max(a.from, b.from), std::min(a.to, b.to)}; }
 
 // Transposes 16 × 16 numbers. Every round shuffles the upper half of the rows into the lower one, number by number,

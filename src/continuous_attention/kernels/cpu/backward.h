@@ -11,6 +11,7 @@
 
 #include <cmath>
 
+#include "amx.h"
 #include "path.h"
 #include "threads.h"
 
@@ -23,15 +24,17 @@ class Sums {
         : key_row((problem.D + PANEL - 1) / PANEL * PANEL),
           value_row((problem.Dv + PANEL - 1) / PANEL * PANEL),
           nodes_(problem.Lk),
-          size_((nodes_ + 1) * (key_row + value_row) + (problem.lengths.data ? nodes_ : 0)),
+          size_((nodes_ + 2 * SPARE + 1) * (key_row + value_row) + (problem.lengths.data ? nodes_ : 0)),
           data_(buffer(size_)) {}
 
     const int64_t key_row, value_row;  // rounded up to whole panels
-    float* key(int64_t node) { return data_.get() + node * key_row; }
-    float* value(int64_t node) { return data_.get() + (nodes_ + 1) * key_row + node * value_row; }
-    float* start_key() { return key(nodes_); }
-    float* start_value() { return value(nodes_); }
-    float* lengths() { return value(nodes_ + 1); }
+    float* key(int64_t node) { return data_.get() + (SPARE + node) * key_row; }
+    float* value(int64_t node) {
+        return data_.get() + (nodes_ + 2 * SPARE + 1) * key_row + (SPARE + node) * value_row;
+    }
+    float* start_key() { return key(nodes_ + SPARE); }
+    float* start_value() { return value(nodes_ + SPARE); }
+    float* lengths() { return value(nodes_ + SPARE + 1); }
 
     void clear() { std::fill_n(data_.get(), size_, 0.0f); }
     void add(const Sums& other) {
@@ -54,6 +57,9 @@ class Sums {
     }
 
   private:
+    // Tiles of AMX reach beyond the nodes, at both ends; what is added there counts for nothing.
+    static constexpr int64_t SPARE = HAS_AMX ? PATCH : 0;
+
     int64_t nodes_, size_;
     Buffer data_;
 };
@@ -73,18 +79,19 @@ struct Row {
     Vec weight, gradient, length_gradient;  // w and dA of node i - 1, and dh of segment i
 };
 
-template <bool EDGE, bool LENGTHS>
+// With few digits the scale isn't used: it is to be in the reference.
+template <bool EDGE, bool LENGTHS, Digits DIGITS = Digits::all>
 CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int32_t i, Vec score, Vec product) {
     Descent& w = at_lane;
-    if (LENGTHS) score = minimum(score, w.reference + CEILING);
-    Node here = node(score, w.reference);
-    here.p *= w.scale;
+    if (LENGTHS) score = minimum(w.reference + CEILING, score);  // in this order a NaN stays
+    Node here = node<DIGITS>(score, w.reference);
+    if (DIGITS == Digits::all) here.p *= w.scale;
     const Vec g = product - w.mean;
-    const Segment s = segment_to<EDGE, LENGTHS>(path, at, i, w.before, here, w.start);
+    const Segment s = segment_to<EDGE, LENGTHS, DIGITS>(path, at, i, w.before, here, w.start);
     Vec g_before = w.g, left = s.left;
     const bool joins = EDGE && path.has_start_node;
     if (joins) g_before = s.first ? w.start_g : g_before;
-    Vec bend = mass(s.rise, s.per_rise, here.p, s.unit);
+    Vec bend = mass<DIGITS>(s.rise, s.per_rise, here.p, s.unit);
     if (EDGE || LENGTHS) bend = s.length > 0 ? bend * s.length : Vec{};
     const Vec c = bend * (g - g_before);
     Row row{};
@@ -111,7 +118,11 @@ CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int
 template <class T>
 class Backward {
   public:
-    Backward(const Problem& problem, const Gradients& gradients)
+    // What all jobs share: nothing.
+    struct Shared {};
+    static Shared share(const Problem&) { return {}; }
+
+    Backward(const Problem& problem, const Gradients& gradients, Shared)
         : problem_(problem),
           gradients_(gradients),
           tile_(tile_size(problem)),
@@ -143,6 +154,9 @@ class Backward {
                 tile_of_nodes(block, run, {from, std::min(run.to, from + tile_)}, sums);
         finish(block, sums);
     }
+
+    // After the last block.
+    void close(Sums&) {}
 
   private:
     const Problem& problem_;
@@ -336,6 +350,16 @@ class Backward {
     }
 };
 
+}  // namespace continuous_attention
+
+#include "amx_backward.h"
+
+namespace continuous_attention {
+
+// What adds up the gradients of blocks of queries, for each dtype.
+template <class T>
+using BackwardOf = std::conditional_t<HAS_AMX && std::is_same_v<T, bfloat16>, AmxBackward<bfloat16>, Backward<T>>;
+
 template <class T>
 void backward_as(const Problem& problem, const Gradients& gradients) {
     const int64_t groups = problem.B * problem.Hkv;
@@ -344,13 +368,15 @@ void backward_as(const Problem& problem, const Gradients& gradients) {
     const int64_t shares = std::clamp<int64_t>((problem.threads + groups - 1) / std::max<int64_t>(groups, 1), 1,
                                                std::max<int64_t>(blocks, 1));
     auto group_of = [&](int64_t g) { return Group{problem, g / problem.Hkv, g % problem.Hkv}; };
-    auto work = [&](Backward<T>& run, int64_t g, int64_t share, Sums& sums) {
+    const auto shared = BackwardOf<T>::share(problem);
+    auto work = [&](BackwardOf<T>& run, int64_t g, int64_t share, Sums& sums) {
         sums.clear();
         for (int64_t b = share; b < blocks; b += shares) run(group_of(g), b * BLOCK, sums);
+        run.close(sums);
     };
     if (shares == 1) {
         for_each_job(problem.threads, groups, [&] {
-            return [&, run = Backward<T>(problem, gradients), sums = Sums(problem)](int64_t g) mutable {
+            return [&, run = BackwardOf<T>(problem, gradients, shared), sums = Sums(problem)](int64_t g) mutable {
                 work(run, g, 0, sums);
                 sums.template write_to<T>(gradients, group_of(g));
             };
@@ -360,7 +386,7 @@ void backward_as(const Problem& problem, const Gradients& gradients) {
     std::vector<Sums> all;
     for (int64_t i = 0; i < groups * shares; i++) all.emplace_back(problem);
     for_each_job(problem.threads, groups * shares, [&] {
-        return [&, run = Backward<T>(problem, gradients)](int64_t job) mutable {
+        return [&, run = BackwardOf<T>(problem, gradients, shared)](int64_t job) mutable {
             work(run, job / shares, job % shares, all[job]);
         };
     });

@@ -48,11 +48,19 @@ CSA_INLINE Vec dot(const float* q, const T* k, int64_t dim) {
     return even + odd;
 }
 
-// The scores of n nodes for several queries; each row of keys is read once.
+// Fetches a row that will be read soon.
+template <class T>
+CSA_INLINE void fetch(const T* row, int64_t dim) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t d = 0; d < dim; d += LINE) __builtin_prefetch(row + d);
+}
+
+// The scores of n nodes for several queries; each row of keys is read once. Meanwhile `soon` is fetched, n rows too.
 template <class T>
 void scores_of(const float* q, int64_t q_row, int rows, const T* keys, int64_t key_row, int64_t dim, int32_t n,
-               float* scores, int64_t scores_row) {
-    for (int32_t i = 0; i < n; i += WIDTH)
+               float* scores, int64_t scores_row, const T* soon, int64_t soon_row, int64_t soon_dim) {
+    for (int32_t i = 0; i < n; i += WIDTH) {
+        for (int32_t j = i; j < std::min(i + WIDTH, n); j++) fetch(soon + j * soon_row, soon_dim);
         for (int r = 0; r < rows; r++) {
             Vec parts[WIDTH];
 #pragma GCC unroll 16
@@ -60,6 +68,16 @@ void scores_of(const float* q, int64_t q_row, int rows, const T* keys, int64_t k
                 parts[j] = dot(q + r * q_row, keys + std::min(i + j, n - 1) * key_row, dim);
             store(scores + r * scores_row + i, sums_of(parts));
         }
+    }
+}
+
+inline float highest_of(const float* x, int32_t n, float highest) {
+    Vec best = broadcast(highest);
+    int32_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) best = maximum(best, load(x + i));
+    for (int lane = 0; lane < WIDTH; lane++) highest = std::max(highest, best[lane]);
+    for (; i < n; i++) highest = std::max(highest, x[i]);
+    return highest;
 }
 
 template <class T>
@@ -134,22 +152,30 @@ class Decode {
         const int32_t n = tile.to - tile.from;
         if (!any_sees(tile, rows)) return;
         scores_of(query_.get(), query_row_, rows, group.node_of<const T>(problem_.key, tile.from), problem_.key.row,
-                  problem_.D, n, weights_of(0), WEIGHTS_ROW);
+                  problem_.D, n, weights_of(0), WEIGHTS_ROW, group.node_of<const T>(problem_.value, tile.from),
+                  problem_.value.row, problem_.Dv);
         for (int r = 0; r < rows; r++) weigh(group, r, tile);
-        // Weights belong to the nodes one before. What no row sees may hold anything.
-        for (int32_t i = 0; i <= n; i++) {
-            const int32_t node = tile.from + i - 1;
-            float* row = values_.get() + i * sums_row_;
-            if (any_sees({node, node + 1}, rows)) {
-                read(group.node_of<const T>(problem_.value, node), row, problem_.Dv);
-                std::fill(row + problem_.Dv, row + sums_row_, 0.0f);
-            } else {
-                std::fill_n(row, sums_row_, 0.0f);
-            }
-        }
+        // Weights belong to the nodes one before.
+        const Run weighed = {tile.from - 1 + !any_sees({tile.from - 1, tile.from}, rows), tile.to};
+        const Strided values = values_of(group, weighed, rows);
         for (int64_t d = 0; d < sums_row_; d += PANEL)
-            product<true>(rows, n + 1, {weights_of(0), WEIGHTS_ROW, 1}, values_.get() + d, sums_row_, sums_.get() + d,
-                          sums_row_, values_.get());
+            product<true>(rows, weighed.to - weighed.from, {weights_of(0) + weighed.from - (tile.from - 1), WEIGHTS_ROW, 1},
+                          values.data + d, values.row, sums_.get() + d, sums_row_, values.data);
+    }
+
+    // Rows of values, as whole panels; those that no row sees may hold anything and become 0.
+    Strided values_of(const Group& group, Run run, int rows) {
+        bool in_place = std::is_same_v<T, float> && problem_.Dv == sums_row_;
+        for (int32_t i = run.from; i < run.to; i++) in_place = in_place && any_sees({i, i + 1}, rows);
+        if constexpr (std::is_same_v<T, float>)
+            if (in_place) return {group.node_of<const T>(problem_.value, run.from), problem_.value.row, 1};
+        for (int32_t i = run.from; i < run.to; i++) {
+            float* row = values_.get() + (i - run.from) * sums_row_;
+            const bool seen = any_sees({i, i + 1}, rows);
+            if (seen) read(group.node_of<const T>(problem_.value, i), row, problem_.Dv);
+            std::fill(row + (seen ? problem_.Dv : 0), row + sums_row_, 0.0f);
+        }
+        return {values_.get(), sums_row_, 1};
     }
 
     bool any_sees(Run nodes, int rows) const {
@@ -225,11 +251,15 @@ class Decode {
     void raise_reference(Walk& w, int r, const float* score, const float* length, int32_t n, bool held,
                          float next_length) {
         float highest = w.reference;
-        for (int32_t i = 0; i < n; i++) {
-            // A node with no length on either side, and nothing held on it, has no weight.
-            const bool has_length = length[i] > 0 || (i + 1 < n ? length[i + 1] : next_length) > 0 ||
-                                    (i == 0 && held) || (i == n - 1 && w.end_length > 0);
-            if (has_length && !(score[i] <= highest)) highest = score[i];
+        if (!problem_.lengths.data) {
+            highest = highest_of(score, n, highest);
+        } else {
+            for (int32_t i = 0; i < n; i++) {
+                // A node with no length on either side, and nothing held on it, has no weight.
+                const bool has_length = length[i] > 0 || (i + 1 < n ? length[i + 1] : next_length) > 0 ||
+                                        (i == 0 && held) || (i == n - 1 && w.end_length > 0);
+                if (has_length && !(score[i] <= highest)) highest = score[i];
+            }
         }
         if (highest <= w.reference + SLACK) return;
         const float factor = std::exp2(w.reference - highest);

@@ -44,7 +44,7 @@ CSA_INLINE Vec highest_score(const Path& path, const Column& at, Run inner, Run 
 // One step down the path, to node i: returns the weight of node i - 1.
 template <bool EDGE, bool LENGTHS>
 CSA_INLINE Vec step(Walk& walk, const Path& path, const Column& at, int32_t i, Vec score) {
-    if (LENGTHS) score = minimum(score, walk.reference + CEILING);
+    if (LENGTHS) score = minimum(walk.reference + CEILING, score);  // in this order a NaN stays
     const Node here = node(score, walk.reference);
     Node start{};
     if (EDGE && path.has_start_node) start = node(walk.start_score, walk.reference);

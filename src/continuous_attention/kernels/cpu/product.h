@@ -21,15 +21,15 @@ struct Strided {
     Strided transposed() const { return {data, column, row}; }
 };
 
-// rows × PANEL numbers of C, inner dimension n. `soon` is memory that will be wanted next: it is fetched meanwhile, since
+// ROWS × PANEL numbers of C, inner dimension n. `soon` is memory that will be wanted next: it is fetched meanwhile, since
 // the second-level cache alone hides no more than half of the time that rows need to arrive.
 template <int ROWS, bool ADD>
 CSA_INLINE void tile(Strided a, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t n,
                      const float* soon) {
-    Vec sums[ROWS][TILE_VECTORS] = {};
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < n; k++) {
-        if (k % 4 == 0) __builtin_prefetch(soon + k * 2, 0, 2);
+    // A multiply-add takes 4 cycles and two can start in each, so few rows need several sums each.
+    constexpr int CHAINS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
+    Vec sums[CHAINS][ROWS][TILE_VECTORS] = {};
+    auto step = [&](Vec(&to)[ROWS][TILE_VECTORS], int64_t k) CSA_LAMBDA {
         Vec row[TILE_VECTORS];
 #pragma GCC unroll 4
         for (int v = 0; v < TILE_VECTORS; v++) row[v] = load(b + k * b_row + v * WIDTH);
@@ -37,16 +37,26 @@ CSA_INLINE void tile(Strided a, const float* b, int64_t b_row, float* c, int64_t
         for (int r = 0; r < ROWS; r++) {
             Vec factor = broadcast(a.data[r * a.row + k * a.column]);
 #pragma GCC unroll 4
-            for (int v = 0; v < TILE_VECTORS; v++) sums[r][v] += factor * row[v];
+            for (int v = 0; v < TILE_VECTORS; v++) to[r][v] += factor * row[v];
         }
+    };
+    int64_t k = 0;
+    for (; k + 4 <= n; k += 4) {
+        __builtin_prefetch(soon + k * 2, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) step(sums[i % CHAINS], k + i);
     }
+    for (; k < n; k++) step(sums[0], k);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < TILE_VECTORS; v++) {
+            Vec sum = sums[0][r][v];
+#pragma GCC unroll 4
+            for (int i = 1; i < CHAINS; i++) sum += sums[i][r][v];
             // A sum of its own first, then added: one long sum would lose digits.
             float* to = c + r * c_row + v * WIDTH;
-            store(to, ADD ? load(to) + sums[r][v] : sums[r][v]);
+            store(to, ADD ? load(to) + sum : sum);
         }
 }
 

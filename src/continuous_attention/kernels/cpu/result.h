@@ -16,14 +16,14 @@ struct Integrals {
     float* sums;  // (Dv)
 };
 
-// Pieces of paths, written by different jobs and read by merge().
+// Pieces of paths, written by different jobs and read by merge(); a single piece needs no memory, nor merging.
 class Pieces {
   public:
     Pieces(const Problem& problem, int64_t count)
         : count(count),
           rows_(problem.Hq / problem.Hkv * problem.Lq),
           dim_(problem.Dv),
-          data_(buffer(problem.B * problem.Hkv * rows_ * count * (dim_ + 2))),
+          data_(buffer(count == 1 ? 0 : problem.B * problem.Hkv * rows_ * count * (dim_ + 2))),
           heads_(problem.Hkv) {}
 
     const int64_t count;

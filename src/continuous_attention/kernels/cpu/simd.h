@@ -41,7 +41,16 @@ CSA_INLINE Int load(const int32_t* p) { return *reinterpret_cast<const IntAt*>(p
 CSA_INLINE void store(float* p, Vec x) { *reinterpret_cast<VecAt*>(p) = x; }
 CSA_INLINE void store(int32_t* p, Int x) { *reinterpret_cast<IntAt*>(p) = x; }
 
-CSA_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+// a > b ? a : b, so b for a NaN: compilers don't see that this is one instruction.
+CSA_INLINE Vec maximum(Vec a, Vec b) {
+#if defined(__AVX512F__) && !defined(CSA_WIDTH)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__) && !defined(CSA_WIDTH)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
 CSA_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 CSA_INLINE Vec absolute(Vec x) { return std::bit_cast<Vec>(std::bit_cast<Int>(x) & 0x7fffffff); }
 
@@ -67,7 +76,7 @@ CSA_INLINE Vec exp2_over_ln2_few(Vec x) {
         return y * f + 1.4425912729e+00f;
     };
 #if defined(__AVX512DQ__) && !defined(CSA_WIDTH)
-    const Vec f = _mm512_reduce_ps(x, 0);
+    const Vec f = _mm512_maskz_reduce_ps(-1, x, 0);
     return _mm512_scalef_ps(polynomial(f), x - f);
 #else
     constexpr float ROUND = 0x1.8p23f;
@@ -99,7 +108,7 @@ CSA_INLINE Vec exp2_over_ln2(Vec x) {
 template <Digits DIGITS = Digits::all>
 CSA_INLINE Vec reciprocal(Vec x) {
 #if defined(__AVX512F__) && !defined(CSA_WIDTH)
-    if constexpr (DIGITS == Digits::few) return _mm512_rcp14_ps(x);
+    if constexpr (DIGITS == Digits::few) return _mm512_maskz_rcp14_ps(-1, x);
 #elif defined(CSA_EMULATE_AMX)
     if constexpr (DIGITS == Digits::few) return std::bit_cast<Vec>(std::bit_cast<Int>(1.0f / x) & -0x200);
 #endif

@@ -38,7 +38,7 @@ template <class MakeWorker>
 void for_each_job(int threads, int64_t count, const MakeWorker& make_worker) {
     std::atomic<int64_t> next{0};
     auto body = [&] {
-        FlushDenormals flush;
+        [[maybe_unused]] FlushDenormals flush;
         auto worker = make_worker();
         for (int64_t job; (job = next.fetch_add(1)) < count;) worker(job);
     };
