@@ -11,6 +11,10 @@ settings.load_profile("repository")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-from", type=int, default=0, help="the first seed of tests/kernels/test_soak.py")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

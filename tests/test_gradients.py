@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import CPU, running
 from oracle import BOUNDARY_NAMES, boundary_of, random_inputs
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -104,7 +105,10 @@ def test_merge() -> None:
     assert gradgradcheck(function, pieces)
 
 
-@pytest.mark.parametrize(("rule", "backend"), [("exact", "reference"), ("trapezoid", None), ("rectangle", None)])
+@pytest.mark.parametrize(
+    ("rule", "backend"),
+    [("exact", "reference"), ("trapezoid", None), ("rectangle", None), *(("exact", backend) for backend in CPU)],
+)
 def test_every_subset_of_requires_grad(rule: str, backend: str | None) -> None:
     """Whatever else needs a gradient, each argument's is the same.
 
@@ -113,12 +117,15 @@ def test_every_subset_of_requires_grad(rule: str, backend: str | None) -> None:
     # The rectangle rule has no start node.
     boundary = "none" if rule == "rectangle" else "node"
     named = leaves(boundary, with_times=True, with_query_times=True)
+    if backend in CPU:
+        named = {name: x.float() for name, x in named.items()}
     weights = torch.randn(1, 2, 2, 2, dtype=torch.float64)
 
     def run(wanted: tuple[bool, ...]) -> dict[str, Tensor | None]:
         pairs = zip(named.items(), wanted, strict=True)
         tensors = {name: x.detach().clone().requires_grad_(on) for (name, x), on in pairs}
-        out = call(tensors, boundary, rule=rule, backend=backend, is_causal=True)
+        with running(backend) as known:
+            out = call(tensors, boundary, rule=rule, backend=known, is_causal=True)
         assert out.requires_grad == any(wanted)
         if any(wanted):
             (out * weights).sum().backward()

@@ -62,7 +62,7 @@ class LanguageConfig:
     """Number of layers."""
     heads: int = 2
     """Attention heads; must divide the width into even parts."""
-    steps: int = 180
+    steps: int = 270
     """Optimizer steps of each run."""
     batch_size: int = 8
     """Windows in a step, over all processes together."""

@@ -108,7 +108,7 @@ class AmxBackward {
             dots(out_gradients, problem_.start_value + group.key_head * problem_.Dv, problem_.Dv, 1.0f, start_g);
         }
         for (int v = 0; v < AMX_VECTORS; v++) {
-            lanes_[v] = {VectorOfLanes(block.panels[0], v), Descent{}};
+            lanes_[v] = {VectorOfLanes(block, v), Descent{}};
             Descent& d = lanes_[v].descent;
             d.reference = load(reference + v * WIDTH), d.mean = load(mean + v * WIDTH);
             d.start = node<Digits::few>(load(start_score + v * WIDTH), d.reference);
@@ -201,7 +201,7 @@ class AmxBackward {
                 put(weights[i - tile + 1], rounded(odd.weight));
                 put(gradients[i - tile], even_gradient);
                 put(gradients[i - tile + 1], odd_gradient);
-                store(pairs[(i - tile) / 2], as_low(even_gradient) | as_high(odd_gradient));
+                store(pairs[(i - tile) >> 1], as_low(even_gradient) | as_high(odd_gradient));
             });
         if (stretch.closes) {
             const Int ends = at.hi == nodes.to;

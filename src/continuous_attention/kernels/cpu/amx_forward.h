@@ -46,9 +46,12 @@ class AmxForward {
     }
 
   private:
+    // lse is wanted in float32.
+    static constexpr Digits DIGITS = Digits::most;
+
     struct Lanes : VectorOfLanes {
-        Walk walk;
-        Vec rounded;  // the sum of the weights so far as they were rounded, those of the start node left out
+        Walk walk;           // its total isn't used: adding up weights takes fewer instructions
+        Vec total, rounded;  // sums of the weights so far, without the start node's: as they were, and rounded
     };
 
     const Problem& problem_;
@@ -69,7 +72,7 @@ class AmxForward {
                  problem_.scale * LOG2E, start_scores);
         for (int v = 0; v < AMX_VECTORS; v++) {
             Lanes& lanes = lanes_[v];
-            lanes = {VectorOfLanes(block.panels[0], v), Walk{}, Vec{}};
+            lanes = {VectorOfLanes(block, v), Walk{}, Vec{}, Vec{}};
             lanes.walk.start_score = load(start_scores + v * WIDTH);
             Int starts = load(block.panels[0].start + v * WIDTH) != NEVER;
             if (!problem_.start_key) starts = Int{};
@@ -113,33 +116,40 @@ class AmxForward {
         auto score = [&](int32_t i) CSA_LAMBDA { return load(scores + (i - tile) * WIDTH) * factor; };
         const Vec highest = highest_of<LENGTHS>(path, at, lanes.inner, nodes, lanes.walk.reference, score);
         if (Vec less; raise_reference(lanes.walk, highest, less)) {
-            lanes.rounded *= less;
+            lanes.total *= less, lanes.rounded *= less;
             for (int64_t d = 0; d < value_dims_; d++)
                 store(out_of(v) + d * WIDTH, less * load(out_of(v) + d * WIDTH));
         }
         Walk walk = lanes.walk;
-        Vec total = lanes.rounded;
+        Vec total = lanes.total, rounded_total = lanes.rounded;
+        auto next = [&](auto edge, int32_t i) CSA_LAMBDA {
+            const Vec weight = step<edge, LENGTHS, DIGITS>(walk, path, at, i, score(i));
+            total += weight;
+            return rounded(weight);
+        };
+        const std::false_type between;
         for_each_pair(
             nodes, lanes.inner,
             [&](auto edge, int32_t i) CSA_LAMBDA {
-                const Bits weight = rounded(step<edge, LENGTHS>(walk, path, at, i, score(i)));
+                const Bits weight = next(edge, i);
                 store_place(weights, i - tile, weight);
-                total += std::bit_cast<Vec>(as_high(weight));
+                rounded_total += std::bit_cast<Vec>(as_high(weight));
             },
             [&](int32_t i) CSA_LAMBDA {
-                const Bits even = rounded(step<false, LENGTHS>(walk, path, at, i, score(i)));
-                const Bits odd = rounded(step<false, LENGTHS>(walk, path, at, i + 1, score(i + 1)));
+                const Bits even = next(between, i);
+                const Bits odd = next(between, i + 1);
                 const Bits pair = as_low(even) | as_high(odd);
-                store(weights[(i - tile) / 2], pair);
-                total = add_pairs(total, pair);
+                store(weights[(i - tile) >> 1], pair);
+                rounded_total = add_pairs(rounded_total, pair);
             });
         if (stretch.closes) {
             const Bits weight = rounded(walk.right);
             store_place(weights, nodes.to - tile, weight);
-            total += std::bit_cast<Vec>(as_high(weight));
+            total += walk.right, rounded_total += std::bit_cast<Vec>(as_high(weight));
             walk.right = Vec{};
         }
-        lanes.walk = walk, lanes.rounded = total;
+        walk.total = Vec{};
+        lanes.walk = walk, lanes.total = total, lanes.rounded = rounded_total;
     }
 
     // As highest_score, with several maxima between the edges, so that none waits for the one before.
@@ -169,7 +179,7 @@ class AmxForward {
             const int64_t row = block.first + lane;
             const Lanes& lanes = lanes_[lane / WIDTH];
             const int i = lane % WIDTH;
-            Integrals x = {lanes.walk.reference[i], block.blank[lane] ? 0 : lanes.walk.total[i],
+            Integrals x = {lanes.walk.reference[i], block.blank[lane] ? 0 : lanes.total[i] + lanes.walk.start_weight[i],
                            out_of(lane / WIDTH) + i * value_dims_};
             if (x.total == 0) {
                 // The limit of a path whose length goes to 0.

@@ -281,10 +281,11 @@ inline void add_over_nodes(const TurnedTile& nodes, Run places, int64_t dims, co
 struct VectorOfLanes {
     Run hull, inner;
     VectorOfLanes() = default;
-    VectorOfLanes(const Panel& panel, int v) : hull{0, 0}, inner{0, 0} {
+    VectorOfLanes(const Block& block, int v) : hull{0, 0}, inner{0, 0} {
+        const Panel& panel = block.panels[0];
         if (panel.hull.empty()) return;
         hull = {INT32_MAX, 0}, inner = {0, INT32_MAX};
-        bool has_end = false;
+        bool has_end = block.group.problem.end_lengths.data != nullptr;
         for (int i = v * WIDTH; i < (v + 1) * WIDTH; i++) has_end |= panel.end[i] != 0;
         for (int i = v * WIDTH; i < (v + 1) * WIDTH; i++) {
             hull = {std::min(hull.from, panel.lo[i]), std::max(hull.to, panel.hi[i])};

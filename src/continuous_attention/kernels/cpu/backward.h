@@ -110,7 +110,10 @@ CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int
     row.weight = w.right + left;
     row.gradient = row.weight * w.g + (c_before - w.c);
     // A lane that doesn't see the node before has nothing to give to it, whatever is there.
-    if (EDGE) row.gradient = (at.lo < broadcast(i)) & (broadcast(i) <= at.hi) ? row.gradient : Vec{};
+    if (EDGE) {
+        const Int sees = (at.lo < broadcast(i)) & (broadcast(i) <= at.hi);
+        row.gradient = sees ? row.gradient : Vec{};
+    }
     w.before = here, w.right = s.right, w.g = g, w.c = c;
     return row;
 }

@@ -118,7 +118,7 @@ struct Block {
             if (run.from >= piece.from) starts[lane] = run.from;
             if (run.to <= piece.to) ends[lane] = group.end_length(first + lane);
             seen[lane] = {run.from >= piece.from ? run.from : piece.from - 1, std::min(run.to, piece.to)};
-            has_end |= ends[lane] != 0;
+            has_end |= ends[lane] != 0 || group.problem.end_lengths.data;  // which has a gradient even where it is 0
             runs.push_back(seen[lane]);
         }
         join_overlapping(runs);

@@ -42,13 +42,13 @@ CSA_INLINE Vec highest_score(const Path& path, const Column& at, Run inner, Run 
 }
 
 // One step down the path, to node i: returns the weight of node i - 1.
-template <bool EDGE, bool LENGTHS>
+template <bool EDGE, bool LENGTHS, Digits DIGITS = Digits::all>
 CSA_INLINE Vec step(Walk& walk, const Path& path, const Column& at, int32_t i, Vec score) {
     if (LENGTHS) score = minimum(walk.reference + CEILING, score);  // in this order a NaN stays
-    const Node here = node(score, walk.reference);
+    const Node here = node<DIGITS>(score, walk.reference);
     Node start{};
     if (EDGE && path.has_start_node) start = node(walk.start_score, walk.reference);
-    const Segment s = segment_to<EDGE, LENGTHS>(path, at, i, walk.before, here, start);
+    const Segment s = segment_to<EDGE, LENGTHS, DIGITS>(path, at, i, walk.before, here, start);
     walk.total += s.left + s.right;
     Vec left = s.left;
     if (EDGE && path.has_start_node) {
@@ -248,7 +248,8 @@ inline int64_t pieces_wanted(const Problem& problem, int64_t jobs, int64_t short
 template <class T>
 void forward_as(const Problem& problem, const Result& result) {
     const int64_t groups = problem.B * problem.Hkv, rows = problem.Hq / problem.Hkv * problem.Lq;
-    const bool few = rows <= DECODE_ROWS;
+    // The backward pass computes the scores of a block again: where it follows, they must be the same to the last digit.
+    const bool few = rows <= DECODE_ROWS && !result.normalizer;
     const int64_t blocks = few ? 1 : (rows + BLOCK - 1) / BLOCK;
     Pieces pieces(problem, pieces_wanted(problem, groups * blocks, 256));
     auto group_of = [&](int64_t g) { return Group{problem, g / problem.Hkv, g % problem.Hkv}; };

@@ -44,7 +44,7 @@ CSA_INLINE void store(int32_t* p, Int x) { *reinterpret_cast<IntAt*>(p) = x; }
 // a > b ? a : b, so b for a NaN: compilers don't see that this is one instruction.
 CSA_INLINE Vec maximum(Vec a, Vec b) {
 #if defined(__AVX512F__) && !defined(CSA_WIDTH)
-    return _mm512_max_ps(a, b);
+    return _mm512_maskz_max_ps(-1, a, b);
 #elif defined(__AVX2__) && !defined(CSA_WIDTH)
     return _mm256_max_ps(a, b);
 #else
@@ -66,41 +66,39 @@ CSA_INLINE bool any(Int mask) {
     return seen != 0;
 }
 
-// How much accuracy a function is asked for: float32's, or what is left of it after rounding to bfloat16.
-enum class Digits { all, few };
+// How much accuracy a function is asked for: float32's, nearly that (and no infinities), or what is left of it after
+// rounding to bfloat16.
+enum class Digits { all, most, few };
 
-CSA_INLINE Vec exp2_over_ln2_few(Vec x) {
-    auto polynomial = [](Vec f) CSA_LAMBDA {
+// 2^f / ln 2 for |f| <= 1/2, with a relative error of 1.4e-7, or 7.5e-5 with few digits.
+template <Digits DIGITS>
+CSA_INLINE Vec exp2_near_zero(Vec f) {
+    if constexpr (DIGITS == Digits::few) {
         Vec y = f * 7.9595893321e-02f + 3.5001386285e-01f;
         y = y * f + 1.0001641858e+00f;
         return y * f + 1.4425912729e+00f;
-    };
-#if defined(__AVX512DQ__) && !defined(CSA_WIDTH)
-    const Vec f = _mm512_maskz_reduce_ps(-1, x, 0);
-    return _mm512_scalef_ps(polynomial(f), x - f);
-#else
-    constexpr float ROUND = 0x1.8p23f;
-    x = maximum(x, broadcast(-126.0f));
-    Vec shifted = x + ROUND;
-    return std::bit_cast<Vec>(std::bit_cast<Bits>(polynomial(x - (shifted - ROUND))) +
-                              (std::bit_cast<Bits>(shifted) << 23));
-#endif
-}
-
-// 2^x / ln 2 with a relative error of 1.4e-7, or 7.5e-5 where few digits will do; below x = -126 it stays at the
-// smallest normal number, or goes to 0.
-template <Digits DIGITS = Digits::all>
-CSA_INLINE Vec exp2_over_ln2(Vec x) {
-    if constexpr (DIGITS == Digits::few) return exp2_over_ln2_few(x);
-    constexpr float ROUND = 0x1.8p23f;  // adding it moves the integer nearest to x into the lowest bits
-    x = maximum(x, broadcast(-126.0f));
-    Vec shifted = x + ROUND;
-    Vec f = x - (shifted - ROUND);
+    }
     Vec y = f * 1.9153900212e-03f + 1.3958855532e-02f;
     y = y * f + 8.0079868436e-02f;
     y = y * f + 3.4656593204e-01f;
     y = y * f + 9.9999970198e-01f;
-    y = y * f + 1.4426951408e+00f;
+    return y * f + 1.4426951408e+00f;
+}
+
+// 2^x / ln 2; below x = -126 it stays at the smallest normal number, or goes to 0 where not all digits are asked for.
+template <Digits DIGITS = Digits::all>
+CSA_INLINE Vec exp2_over_ln2(Vec x) {
+#if defined(__AVX512DQ__) && !defined(CSA_WIDTH)
+    if constexpr (DIGITS != Digits::all) {
+        // The variants with a mask, of all lanes, since GCC warns of the others.
+        const Vec f = _mm512_maskz_reduce_ps(-1, x, 0);
+        return _mm512_maskz_scalef_ps(-1, exp2_near_zero<DIGITS>(f), x - f);
+    }
+#endif
+    constexpr float ROUND = 0x1.8p23f;  // adding it moves the integer nearest to x into the lowest bits
+    x = maximum(x, broadcast(-126.0f));
+    Vec shifted = x + ROUND;
+    Vec y = exp2_near_zero<DIGITS>(x - (shifted - ROUND));
     return std::bit_cast<Vec>(std::bit_cast<Bits>(y) + (std::bit_cast<Bits>(shifted) << 23));
 }
 
@@ -108,7 +106,10 @@ CSA_INLINE Vec exp2_over_ln2(Vec x) {
 template <Digits DIGITS = Digits::all>
 CSA_INLINE Vec reciprocal(Vec x) {
 #if defined(__AVX512F__) && !defined(CSA_WIDTH)
-    if constexpr (DIGITS == Digits::few) return _mm512_maskz_rcp14_ps(-1, x);
+    if constexpr (DIGITS != Digits::all) {
+        const Vec near = _mm512_maskz_rcp14_ps(-1, x);
+        return DIGITS == Digits::few ? near : near + near * (1.0f - x * near);
+    }
 #elif defined(CSA_EMULATE_AMX)
     if constexpr (DIGITS == Digits::few) return std::bit_cast<Vec>(std::bit_cast<Int>(1.0f / x) & -0x200);
 #endif
@@ -117,7 +118,10 @@ CSA_INLINE Vec reciprocal(Vec x) {
 
 // |x| < 2 ? a : b, and b for a NaN: bit 30 of a float says just that.
 CSA_INLINE Vec if_below_two(Vec x, Vec a, Vec b) {
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(CSA_WIDTH)
+#if defined(__AVX512F__) && !defined(CSA_WIDTH)
+    const __m512i bit = _mm512_set1_epi32(0x40000000);
+    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(std::bit_cast<__m512i>(x), bit), a, b);
+#elif defined(__AVX2__) && !defined(CSA_WIDTH)
     return _mm256_blendv_ps(a, b, std::bit_cast<Vec>(std::bit_cast<Int>(x) << 1));
 #else
     return (std::bit_cast<Int>(x) & 0x40000000) != 0 ? b : a;
