@@ -17,7 +17,8 @@
 
 namespace continuous_attention {
 
-constexpr int BLOCK = 64;
+// A tile of keys and values is read, and converted from half precision, once per block.
+constexpr int BLOCK = WIDTH == 16 ? 64 : 128;
 constexpr int PANELS = BLOCK / PANEL;
 constexpr int32_t NEVER = -1;
 

@@ -12,6 +12,7 @@
 namespace continuous_attention {
 
 constexpr int DECODE_ROWS = 8;     // with more rows, lanes of queries are the better use of the processor
+constexpr int DECODE_NODES = 256;  // with fewer nodes nothing is gained
 constexpr int DECODE_TILE = 96;    // nodes; a multiple of every vector's width
 static_assert(DECODE_TILE % WIDTH == 0);
 

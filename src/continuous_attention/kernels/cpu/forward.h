@@ -248,8 +248,7 @@ inline int64_t pieces_wanted(const Problem& problem, int64_t jobs, int64_t short
 template <class T>
 void forward_as(const Problem& problem, const Result& result) {
     const int64_t groups = problem.B * problem.Hkv, rows = problem.Hq / problem.Hkv * problem.Lq;
-    // The backward pass computes the scores of a block again: where it follows, they must be the same to the last digit.
-    const bool few = rows <= DECODE_ROWS && !result.normalizer;
+    const bool few = rows <= DECODE_ROWS && problem.Lk >= DECODE_NODES;
     const int64_t blocks = few ? 1 : (rows + BLOCK - 1) / BLOCK;
     Pieces pieces(problem, pieces_wanted(problem, groups * blocks, 256));
     auto group_of = [&](int64_t g) { return Group{problem, g / problem.Hkv, g % problem.Hkv}; };
