@@ -27,6 +27,8 @@ check avx2 "" g++ $avx2 "${memory[@]}"
 check portable "" g++ "${memory[@]}"
 # Vectors of 16 lanes, as AVX-512 has them, on a machine without.
 check wide "" g++ $avx2 -DCSA_WIDTH=16 "${memory[@]}"
+# Tiles of bfloat16, as AMX has them, in plain C++.
+check tiles "" g++ $avx2 -DCSA_WIDTH=16 -DCSA_EMULATE_AMX "${memory[@]}"
 check threads "" g++ $avx2 -fsanitize=thread
 grep -q avx512vl /proc/cpuinfo && check avx512 "" g++ -march=x86-64-v4 "${memory[@]}"
 clang=$(compgen -c clang++- | sort -V | tail -1 || true)
