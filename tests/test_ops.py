@@ -332,3 +332,42 @@ def test_the_number_of_threads_is_torchs(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         torch.set_num_threads(before)
     assert given == [2, 3, 1]
+
+
+def test_views_whose_memory_is_not_what_they_stand_for() -> None:
+    query, key, value = (x.detach() for x in inputs(torch.float32))
+    run = partial(continuous_attention, enable_gqa=True, backend="cpu")
+    negative, wanted = (
+        run(torch.ops.aten._neg_view(query), key, torch.ops.aten._neg_view(value)),
+        run(-query, key, -value),
+    )
+    torch.testing.assert_close(negative, wanted, rtol=0, atol=0)
+    query.requires_grad_()
+    out = run(query, key, value)
+    assert isinstance(out, Tensor)
+    gradient = torch.randn_like(out)
+    plus, minus, none = (
+        torch.autograd.grad(out, query, x, retain_graph=True)[0]
+        for x in (
+            gradient,
+            torch.ops.aten._neg_view(gradient),
+            torch.ops.aten._efficientzerotensor(out.shape),
+        )
+    )
+    assert torch.equal(plus, -minus)
+    assert not none.any()
+
+
+@pytest.mark.parametrize("nodes", [3, 300])
+def test_an_infinite_score_is_not_a_number(nodes: int) -> None:
+    query, key, value = torch.ones(1, 1, 1, D), torch.randn(1, 1, nodes, D), torch.randn(1, 1, nodes, DV)
+    key[0, 0, 1, 0] = float("inf")
+    out = continuous_attention(query, key, value, backend="cpu")
+    assert isinstance(out, Tensor)
+    assert out.isnan().all()
+
+
+def test_more_nodes_than_the_kernels_count() -> None:
+    query, node = torch.randn(1, 1, 1, D), torch.randn(1, 1, 1, D).expand(1, 1, 2**31, D)
+    with pytest.raises(NotImplementedError, match="counts nodes up to"):
+        continuous_attention(query, node, node, is_causal=True, window=3, backend="cpu")

@@ -242,11 +242,15 @@ def compare(cell: Cell, repeats: int, limit: float, peaks: dict[str, float]) -> 
     """Measure one cell; `limit` is the longest softmax call, in seconds, that is repeated."""
     estimate = _estimate(cell)
     ours, softmax = cell.calls()
-    if estimate <= limit:
-        runs, pairs = repeats, _interleave(ours, softmax, repeats)
-    else:
+    # An estimate may be too high; what it forbids to repeat is tried once, and repeated after all if it was fast.
+    once, runs = math.nan, repeats
+    if estimate > limit:
         runs = int(estimate <= max(TOO_SLOW, limit))
         once = _seconds(softmax) if runs else math.nan
+        runs = repeats if once <= limit else runs
+    if runs > 1 or estimate <= limit:
+        pairs = _interleave(ours, softmax, repeats)
+    else:
         ours()
         pairs = [(_seconds(ours), once) for _ in range(repeats)]
     seconds = median(a for a, _ in pairs)

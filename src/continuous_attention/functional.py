@@ -460,6 +460,8 @@ def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str)
         obstacle = f"has the rule 'exact' only, got {rule!r}"
     elif dim > ops.LARGEST_HEAD_DIM or not 0 < value_dim <= ops.LARGEST_HEAD_DIM:
         obstacle = f"needs head dims D and Dv from 1 to {ops.LARGEST_HEAD_DIM}, got {dim} and {value_dim}"
+    elif value.shape[-2] > ops.MOST_NODES:
+        obstacle = f"counts nodes up to {ops.MOST_NODES}, got {value.shape[-2]}"
     elif cpu.module is None:
         obstacle = f"isn't there: {cpu.reason}; {cpu.REINSTALL}"
     elif ops.is_transformed():

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from continuous_attention.kernels import cpu
 
 LARGEST_HEAD_DIM = 256
+MOST_NODES = 2**31 - 2**16  # the kernels count them in 32 bits
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers as in kernels/cpu/problem.h
 NO_VECTOR = (0, 0)
 
@@ -66,7 +67,7 @@ def prepare(
     start_key = start_value = end_lengths = None
     # A length that float32 can't hold is none.
     if start_node is not None and start_length >= torch.finfo(torch.float32).tiny:
-        start_key, start_value = (x.to(torch.float32).contiguous() for x in start_node)
+        start_key, start_value = (x.resolve_neg().to(torch.float32).contiguous() for x in start_node)
     elif start_node is not None:
         start_length = 0.0
     if lengths is not None:
@@ -113,6 +114,9 @@ def is_plain(*tensors: Tensor) -> bool:
         if type(x) is not Tensor and type(x) is not Parameter:
             return False
         if not x.is_cpu or x.is_nested or x.layout is not torch.strided:
+            return False
+        # Their memory isn't what they stand for; the dispatcher makes ordinary tensors of them.
+        if x.is_neg() or x._is_zerotensor():
             return False
     return True
 
@@ -267,10 +271,8 @@ def _fake_backward(
     return tuple(x.new_empty(x.shape) if given else out.new_empty(0) for given, x in inputs)
 
 
-def _save(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-) -> None:
-    *tensors, ctx.scale, ctx.start_length, ctx.end_length, keep = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> None:
+    *tensors, ctx.scale, ctx.start_length, ctx.end_length, _ = inputs
     out, _, rest, normalizer = output
     ctx.save_for_backward(out, rest, normalizer, *tensors)
     ctx.mark_non_differentiable(*(x for x in (rest, normalizer) if x is not None))
@@ -285,7 +287,8 @@ def _differentiate(
     wanted = [of_start_key or of_start_value, of_lengths, of_ends]
     inputs = (out_gradient, lse_gradient, *saved, ctx.scale, ctx.start_length, ctx.end_length, wanted)
     out, _, _, query, key, value, *_ = saved
-    if not is_plain(out, query, key, value):
+    arriving = [x for x in (out_gradient, lse_gradient) if x is not None]
+    if not is_plain(out, query, key, value, *arriving):
         gradients = torch.ops.continuous_attention.backward.default(*inputs)
     elif torch.is_grad_enabled():
         gradients = _Gradient.apply(*inputs)

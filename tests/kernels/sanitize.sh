@@ -12,14 +12,15 @@ memory=(-fsanitize=address,undefined -fno-sanitize-recover=all)
 
 # check NAME "RUNNER…" COMPILER OPTION…
 check() {
-    local name=$1 runner=$2
+    local name=$1 runner=$2 said
     shift 2
     if ! command -v "$1" >/dev/null; then
         echo "$name: left out, $1 isn't installed"
         return
     fi
     "$@" "${flags[@]}" -o "$build/$name"
-    echo "$name: $($runner "$build/$name" "$problems")"
+    said=$($runner "$build/$name" "$problems") || { echo "$name: failed: $said"; exit 1; }
+    echo "$name: $said"
 }
 
 avx2=-march=x86-64-v3

@@ -1,6 +1,7 @@
 """The borders of tiles: lengths, windows and intervals that end at and around them, head dims, groups, and strides.
 
-A block has 128 rows and a panel 16 lanes (64 and 64 on wide machines), and a tile 12 to 96 nodes, depending on the head dims.
+A block has 128 rows and a panel 16 lanes (64 and 64 on wide machines), and a tile 12 to 96 nodes, depending on the head
+dims.
 """
 
 from typing import Any

@@ -96,7 +96,7 @@ CSA_INLINE Vec exp2_over_ln2(Vec x) {
     }
 #endif
     constexpr float ROUND = 0x1.8p23f;  // adding it moves the integer nearest to x into the lowest bits
-    x = maximum(x, broadcast(-126.0f));
+    x = maximum(broadcast(-126.0f), x);  // in this order a NaN stays
     Vec shifted = x + ROUND;
     Vec y = exp2_near_zero<DIGITS>(x - (shifted - ROUND));
     return std::bit_cast<Vec>(std::bit_cast<Bits>(y) + (std::bit_cast<Bits>(shifted) << 23));
