@@ -56,12 +56,12 @@ def prepare(
     Args:
         query_length: Lq.
         key_length: Lk.
-        intervals: (B or 1, Lq or 1, 2), the nodes [lo, hi) that a query sees.
+        intervals: as all that follow, what `reference.attention` is given under this name.
         scale: factor of the scores.
-        lengths: (B or 1, Lk), the length of the segment that ends at each node; all 1 where None.
-        start_node: k0 (Hkv, D) and v0 (Hkv, Dv), joined to the first visible node by a segment of `start_length`.
-        start_length: without a start node, the path is held constant for this long before the first visible node.
-        end_length: number or (B or 1, 1, Lq or 1), how long the path is held constant after the last one.
+        lengths: of the segments.
+        start_node: before the first visible node.
+        start_length: of its segment, or held without one.
+        end_length: held after the last node; the same for all heads, so a number or (B or 1, 1, Lq or 1).
     """
     intervals = intervals.clamp(0, key_length).to(torch.int32).expand(-1, query_length, -1).contiguous()
     start_key = start_value = end_lengths = None
@@ -225,9 +225,9 @@ def _compute_gradients(
     batch, heads, length, dim = query.shape
     key_heads = key.shape[1]
     gradients = [x.new_empty(x.shape) for x in (query, key, value)]
-    # Of what heads or batch elements share, each gives its own part.
     if normalizer.shape != (batch, heads, length, 2):
         raise ValueError("backward needs the normalizer that forward returns with keep=True")
+    # Of what heads or batch elements share, each gives its own part.
     of_start, of_lengths, of_ends = wanted
     start_key_parts = start_key.new_empty((batch, key_heads, dim)) if of_start else None
     start_value_parts = start_value.new_empty((batch, key_heads, value.shape[3])) if of_start else None

@@ -103,9 +103,8 @@ class AmxBackward {
             reference[lane] = gradients_.normalizer[2 * flat] + std::log2(gradients_.normalizer[2 * flat + 1]);
         }
         if (problem_.start_key) {
-            dots(queries, problem_.start_key + group.key_head * problem_.D, problem_.D, problem_.scale * LOG2E,
-                 start_score);
-            dots(out_gradients, problem_.start_value + group.key_head * problem_.Dv, problem_.Dv, 1.0f, start_g);
+            dots(queries, group.start_key(), problem_.D, problem_.scale * LOG2E, start_score);
+            dots(out_gradients, group.start_value(), problem_.Dv, 1.0f, start_g);
         }
         for (int v = 0; v < AMX_VECTORS; v++) {
             lanes_[v] = {VectorOfLanes(block, v), Descent{}};
@@ -114,15 +113,6 @@ class AmxBackward {
             d.start = node<Digits::few>(load(start_score + v * WIDTH), d.reference);
             d.start_g = load(start_g + v * WIDTH) - d.mean;
         }
-    }
-
-    static float dot_of(const T* a, const T* b, int64_t dim) {
-        Vec sums{};
-        float rest = 0;
-        int64_t d = 0;
-        for (; d + WIDTH <= dim; d += WIDTH) sums += load(a + d) * load(b + d);
-        for (; d < dim; d++) rest += to_float(a[d]) * to_float(b[d]);
-        return sum(sums) + rest;
     }
 
     void tile_of_nodes(const Block& block, Run run, int32_t tile, Sums& sums) {
@@ -165,19 +155,22 @@ class AmxBackward {
                     *products = products_.get() + SIDE * AMX_TILE * WIDTH;
         Pairs *weights = weights_.get() + v / 2 * AMX_TILE, *gradients = score_gradients_.get() + v / 2 * AMX_TILE,
               *pairs = gradient_pairs_.get() + SIDE * AMX_TILE / 2;
-        if (places.empty()) clear_pairs(pairs, seen.from - tile, seen.to - tile);
-        else clear_pairs(pairs, seen.from - tile, nodes.from - tile + 1), clear_pairs(pairs, nodes.to - tile, seen.to - tile);
         if (SIDE == 0)
             for (int32_t i = seen.from; i < seen.to; i++)
-                if (i < places.from || i >= places.to) store(weights[i - tile], Bits{}), store(gradients[i - tile], Bits{});
-        if (places.empty()) return;
+                if (i < places.from || i >= places.to) {
+                    store(weights[i - tile], Bits{});
+                    store(gradients[i - tile], Bits{});
+                }
+        if (places.empty()) return clear_pairs(pairs, seen.from - tile, seen.to - tile);
+        clear_pairs(pairs, seen.from - tile, nodes.from - tile + 1);
+        clear_pairs(pairs, nodes.to - tile, seen.to - tile);
 
         const Column at(panel, v);
         const float factor = problem_.scale * LOG2E;
         Descent d = lanes_[v].descent;
         auto row_of = [&](auto edge, int32_t i) CSA_LAMBDA {
-            const Row row = descend<edge, LENGTHS, Digits::few>(d, path, at, i, load(scores + (i - tile) * WIDTH) * factor,
-                                                                load(products + (i - tile) * WIDTH));
+            const Vec score = load(scores + (i - tile) * WIDTH) * factor, product = load(products + (i - tile) * WIDTH);
+            const Row row = descend<edge, LENGTHS, Digits::few>(d, path, at, i, score, product);
             if (LENGTHS) sums.lengths()[i] += sum(row.length_gradient);
             return row;
         };
@@ -240,7 +233,7 @@ class AmxBackward {
 
     void finish(const Block& block, const Rows& queries, const Rows& out_gradients, Sums& sums) {
         const Group& group = block.group;
-        const float* start_key = problem_.start_key ? problem_.start_key + group.key_head * problem_.D : nullptr;
+        const float* start_key = group.start_key();
         for (int v = 0; v < AMX_VECTORS; v++) turn_lanes(query_gradient_of(v), dims_, scores_.get());
         for (int lane = 0; lane < block.rows; lane++) {
             const int64_t row = block.first + lane;

@@ -68,8 +68,7 @@ class AmxForward {
     void begin(const Block& block, const Rows& queries) {
         alignas(64) float start_scores[BLOCK] = {};
         if (problem_.start_key)
-            dots(queries, problem_.start_key + block.group.key_head * problem_.D, problem_.D,
-                 problem_.scale * LOG2E, start_scores);
+            dots(queries, block.group.start_key(), problem_.D, problem_.scale * LOG2E, start_scores);
         for (int v = 0; v < AMX_VECTORS; v++) {
             Lanes& lanes = lanes_[v];
             lanes = {VectorOfLanes(block, v), Walk{}, Vec{}, Vec{}};
@@ -173,7 +172,7 @@ class AmxForward {
     template <class Put>
     void finish(const Block& block, Run piece, const Put& put) {
         const Group& group = block.group;
-        const float* start_value = problem_.start_value ? problem_.start_value + group.key_head * problem_.Dv : nullptr;
+        const float* start_value = group.start_value();
         for (int v = 0; v < AMX_VECTORS; v++) turn_lanes(out_of(v), value_dims_, scores_.get());
         for (int lane = 0; lane < block.rows; lane++) {
             const int64_t row = block.first + lane;
@@ -182,11 +181,7 @@ class AmxForward {
             Integrals x = {lanes.walk.reference[i], block.blank[lane] ? 0 : lanes.total[i] + lanes.walk.start_weight[i],
                            out_of(lane / WIDTH) + i * value_dims_};
             if (x.total == 0) {
-                // The limit of a path whose length goes to 0.
-                std::fill_n(x.sums, problem_.Dv, 0.0f);
-                const int32_t last = group.sees(row).to;
-                if (!block.blank[lane] && last <= piece.to)
-                    read(group.node_of<const T>(problem_.value, last - 1), x.sums, problem_.Dv);
+                last_value<T>(group, row, piece, x.sums);
             } else {
                 const float start = lanes.walk.start_weight[i], correction = x.total / (lanes.rounded[i] + start);
                 for (int64_t d = 0; d < problem_.Dv; d++)

@@ -25,7 +25,9 @@ constexpr int32_t AMX_TILE = 128;  // nodes
 constexpr int AMX_GROUPS = AMX_TILE / PATCH;
 
 using PairBuffer = std::unique_ptr<Pairs[], Free>;
-inline PairBuffer pair_buffer(int64_t count) { return PairBuffer(reinterpret_cast<Pairs*>(buffer(count * WIDTH).release())); }
+inline PairBuffer pair_buffer(int64_t count) {
+    return PairBuffer(reinterpret_cast<Pairs*>(buffer(count * WIDTH).release()));
+}
 
 inline Run whole_groups(Run run) {
     return run.empty() ? run : Run{run.from / PATCH * PATCH, int32_t(whole_patches(run.to))};
@@ -115,17 +117,20 @@ inline void turn_lanes(float* x, int64_t dims, float* scratch) {
     }
 }
 
+template <class T>
+inline float dot_of(const bfloat16* a, const T* b, int64_t dim) {
+    Vec sums{};
+    float rest = 0;
+    int64_t d = 0;
+    for (; d + WIDTH <= dim; d += WIDTH) sums += load(a + d) * load(b + d);
+    for (; d < dim; d++) rest += to_float(a[d]) * to_float(b[d]);
+    return sum(sums) + rest;
+}
+
 // to[lane] = factor · row·x, for the rows of a block.
 inline void dots(const Rows& rows, const float* x, int64_t dim, float factor, float* to) {
-    for (int lane = 0; lane < BLOCK; lane++) {
-        if (!rows.row[lane]) continue;
-        Vec sums{};
-        float rest = 0;
-        int64_t d = 0;
-        for (; d + WIDTH <= dim; d += WIDTH) sums += load(rows.row[lane] + d) * load(x + d);
-        for (; d < dim; d++) rest += to_float(rows.row[lane][d]) * x[d];
-        to[lane] = factor * (sum(sums) + rest);
-    }
+    for (int lane = 0; lane < BLOCK; lane++)
+        if (rows.row[lane]) to[lane] = factor * dot_of(rows.row[lane], x, dim);
 }
 
 // One group of turned nodes: its places are the nodes from `first` - 1 on; those outside `valid` are 0.
@@ -152,23 +157,21 @@ class TurnedNodes {
     TurnedNodes(const Problem& problem, const Tensor4& x, int64_t dim)
         : groups_(problem.Lk / PATCH + 1),
           size_(whole_patches(dim)),
-          heads_(problem.Hkv),
-          data_(pair_buffer(problem.B * heads_ * groups_ * size_)) {
-        for_each_job(problem.threads, problem.B * heads_ * groups_, [&] {
+          data_(pair_buffer(problem.B * problem.Hkv * groups_ * size_)) {
+        for_each_job(problem.threads, problem.B * problem.Hkv * groups_, [&] {
             return [&](int64_t job) {
-                const Group group{problem, job / groups_ / heads_, job / groups_ % heads_};
-                turn_group(group, x, dim, int32_t(job % groups_ * PATCH), {0, int32_t(problem.Lk)},
-                           data_.get() + job * size_);
+                turn_group(group_of(problem, job / groups_), x, dim, int32_t(job % groups_ * PATCH),
+                           {0, int32_t(problem.Lk)}, data_.get() + job * size_);
             };
         });
     }
     int64_t group_size() const { return size_; }
     const Pairs* operator()(const Group& group, int32_t place) const {
-        return data_.get() + ((group.batch * heads_ + group.key_head) * groups_ + place / PATCH) * size_;
+        return data_.get() + (group.index() * groups_ + place / PATCH) * size_;
     }
 
   private:
-    int64_t groups_, size_, heads_;
+    int64_t groups_, size_;
     PairBuffer data_;
 };
 

@@ -21,8 +21,8 @@ namespace continuous_attention {
 class Sums {
   public:
     explicit Sums(const Problem& problem)
-        : key_row((problem.D + PANEL - 1) / PANEL * PANEL),
-          value_row((problem.Dv + PANEL - 1) / PANEL * PANEL),
+        : key_row(whole_panels(problem.D)),
+          value_row(whole_panels(problem.Dv)),
           nodes_(problem.Lk),
           size_((nodes_ + 2 * SPARE + 1) * (key_row + value_row) + (problem.lengths.data ? nodes_ : 0)),
           data_(buffer(size_)) {}
@@ -48,7 +48,7 @@ class Sums {
             write(key(i), group.node_of<T>(gradients.key, i), problem.D);
             write(value(i), group.node_of<T>(gradients.value, i), problem.Dv);
         }
-        const int64_t head = group.batch * problem.Hkv + group.key_head;
+        const int64_t head = group.index();
         if (gradients.start_key) {
             std::copy_n(start_key(), problem.D, gradients.start_key + head * problem.D);
             std::copy_n(start_value(), problem.Dv, gradients.start_value + head * problem.Dv);
@@ -129,8 +129,8 @@ class Backward {
         : problem_(problem),
           gradients_(gradients),
           tile_(tile_size(problem)),
-          key_row_((problem.D + PANEL - 1) / PANEL * PANEL),
-          value_row_((problem.Dv + PANEL - 1) / PANEL * PANEL),
+          key_row_(whole_panels(problem.D)),
+          value_row_(whole_panels(problem.Dv)),
           query_lanes_(buffer(BLOCK * problem.D)),
           out_lanes_(buffer(BLOCK * problem.Dv)),
           query_rows_(buffer(BLOCK * key_row_)),
@@ -170,7 +170,6 @@ class Backward {
         values_, row_;
     Descent descents_[PANELS][TILE_VECTORS];
 
-    const float* of_head(const float* x, const Group& group, int64_t dim) { return x + group.key_head * dim; }
     float* query_of(int p) { return query_lanes_.get() + p * problem_.D * PANEL; }
     float* out_of(int p) { return out_lanes_.get() + p * problem_.Dv * PANEL; }
     float* query_gradient_of(int p) { return query_gradient_.get() + p * problem_.D * PANEL; }
@@ -212,10 +211,8 @@ class Backward {
                 reference[i] = gradients_.normalizer[2 * flat], scale[i] = 1 / gradients_.normalizer[2 * flat + 1];
             }
             if (problem_.start_key) {
-                tile<1, false>({of_head(problem_.start_key, group, problem_.D), 0, 1}, query_of(p), PANEL, start_score,
-                               0, problem_.D, query_of(p));
-                tile<1, false>({of_head(problem_.start_value, group, problem_.Dv), 0, 1}, out_of(p), PANEL, start_g, 0,
-                               problem_.Dv, out_of(p));
+                tile<1, false>({group.start_key(), 0, 1}, query_of(p), PANEL, start_score, 0, problem_.D, query_of(p));
+                tile<1, false>({group.start_value(), 0, 1}, out_of(p), PANEL, start_g, 0, problem_.Dv, out_of(p));
             }
             for (int v = 0; v < TILE_VECTORS; v++) {
                 Descent& d = descents_[p][v];
@@ -312,15 +309,9 @@ class Backward {
         descent = d;
     }
 
-    // While panel p is worked on, its share of the rows after this tile is fetched.
-    static const float* soon(Strided rows, Run tile, int p, int panels) {
-        const int64_t n = tile.to - tile.from;
-        return rows.data + n * rows.row + n * rows.row * p / panels;
-    }
-
     void finish(const Block& block, Sums& sums) {
         const Group& group = block.group;
-        const float* start_key = problem_.start_key ? of_head(problem_.start_key, group, problem_.D) : nullptr;
+        const float* start_key = group.start_key();
         for (int lane = 0; lane < block.rows; lane++) {
             const int64_t row = block.first + lane;
             const int p = lane / PANEL, i = lane % PANEL;
@@ -370,18 +361,17 @@ void backward_as(const Problem& problem, const Gradients& gradients) {
     // With fewer heads than threads, several jobs share a head; each has sums of its own, added in a fixed order.
     const int64_t shares = std::clamp<int64_t>((problem.threads + groups - 1) / std::max<int64_t>(groups, 1), 1,
                                                std::max<int64_t>(blocks, 1));
-    auto group_of = [&](int64_t g) { return Group{problem, g / problem.Hkv, g % problem.Hkv}; };
     const auto shared = BackwardOf<T>::share(problem);
     auto work = [&](BackwardOf<T>& run, int64_t g, int64_t share, Sums& sums) {
         sums.clear();
-        for (int64_t b = share; b < blocks; b += shares) run(group_of(g), b * BLOCK, sums);
+        for (int64_t b = share; b < blocks; b += shares) run(group_of(problem, g), b * BLOCK, sums);
         run.close(sums);
     };
     if (shares == 1) {
         for_each_job(problem.threads, groups, [&] {
             return [&, run = BackwardOf<T>(problem, gradients, shared), sums = Sums(problem)](int64_t g) mutable {
                 work(run, g, 0, sums);
-                sums.template write_to<T>(gradients, group_of(g));
+                sums.template write_to<T>(gradients, group_of(problem, g));
             };
         });
         return;
@@ -396,7 +386,7 @@ void backward_as(const Problem& problem, const Gradients& gradients) {
     for_each_job(problem.threads, groups, [&] {
         return [&](int64_t g) {
             for (int64_t share = 1; share < shares; share++) all[g * shares].add(all[g * shares + share]);
-            all[g * shares].template write_to<T>(gradients, group_of(g));
+            all[g * shares].template write_to<T>(gradients, group_of(problem, g));
         };
     });
 }

@@ -46,11 +46,19 @@ struct Run {
     bool empty() const { return to <= from; }
 };
 
+// What is in a piece of a path: its nodes, and whether the path's beginning and its end are.
+struct Part {
+    Run seen;
+    bool starts, ends;
+};
+
 // The key/value head, its batch element, and the rows of its group.
 struct Group {
     const Problem& problem;
     int64_t batch, key_head;
 
+    // Its place among all of them.
+    int64_t index() const { return batch * problem.Hkv + key_head; }
     int64_t heads() const { return problem.Hq / problem.Hkv; }
     int64_t rows() const { return heads() * problem.Lq; }
     int64_t query(int64_t row) const { return row / heads(); }
@@ -62,12 +70,25 @@ struct Group {
         const int32_t* interval = problem.intervals.data + batch * problem.intervals.batch + 2 * query(row);
         return {interval[0], interval[1]};
     }
+    // What the row sees of a piece of the nodes: the segments that end at them, so one node more where the path comes
+    // from before.
+    Part part_of(int64_t row, Run piece) const {
+        const Run path = sees(row);
+        if (path.empty() || path.to <= piece.from || path.from >= piece.to) return {{0, 0}, false, false};
+        const bool starts = path.from >= piece.from;
+        return {{starts ? path.from : piece.from - 1, std::min(path.to, piece.to)}, starts, path.to <= piece.to};
+    }
     float end_length(int64_t row) const {
         const auto& given = problem.end_lengths;
         return given.data ? given.data[batch * given.batch + query(row)] : problem.end_length;
     }
     const float* lengths() const {
         return problem.lengths.data ? problem.lengths.data + batch * problem.lengths.batch : nullptr;
+    }
+    // The node before the first visible one; null where there is none.
+    const float* start_key() const { return problem.start_key ? problem.start_key + key_head * problem.D : nullptr; }
+    const float* start_value() const {
+        return problem.start_value ? problem.start_value + key_head * problem.Dv : nullptr;
     }
     template <class T>
     T* row_of(const Tensor4& x, int64_t row) const {
@@ -78,6 +99,10 @@ struct Group {
         return static_cast<T*>(x.data) + batch * x.batch + key_head * x.head + node * x.row;
     }
 };
+
+inline Group group_of(const Problem& problem, int64_t index) {
+    return {problem, index / problem.Hkv, index % problem.Hkv};
+}
 
 // What the lanes of one panel see, and which nodes need a closer look.
 struct Panel {
@@ -111,16 +136,15 @@ struct Block {
         // Given lengths may be 0, but have a gradient all the same.
         bool has_end = group.problem.end_lengths.data != nullptr;
         for (int lane = 0; lane < panels_in_use * PANEL; lane++) {
-            Run run = {0, 0};
-            starts[lane] = NEVER, ends[lane] = 0;
-            if (lane < rows && !skip(first + lane)) run = group.sees(first + lane);
-            blank[lane] = run.empty() || run.to <= piece.from || run.from >= piece.to;
+            Part part{};
+            if (lane < rows && !skip(first + lane)) part = group.part_of(first + lane, piece);
+            blank[lane] = part.seen.empty();
             if (blank[lane]) continue;
-            if (run.from >= piece.from) starts[lane] = run.from;
-            if (run.to <= piece.to) ends[lane] = group.end_length(first + lane);
-            seen[lane] = {run.from >= piece.from ? run.from : piece.from - 1, std::min(run.to, piece.to)};
-            has_end |= ends[lane] != 0 || group.problem.end_lengths.data;  // which has a gradient even where it is 0
-            runs.push_back(seen[lane]);
+            seen[lane] = part.seen;
+            starts[lane] = part.starts ? part.seen.from : NEVER;
+            ends[lane] = part.ends ? group.end_length(first + lane) : 0;
+            has_end |= ends[lane] != 0;
+            runs.push_back(part.seen);
         }
         join_overlapping(runs);
         for (int p = 0; p < panels_in_use; p++) fill(panels[p], p * PANEL, seen, starts, ends, has_end);
@@ -180,6 +204,12 @@ inline Strided nodes(const Group& group, const Tensor4& x, Run run, int64_t dim,
         if (x.row == dim) return {from, dim, 1};
     for (int64_t i = 0; i < run.to - run.from; i++) read(from + i * x.row, scratch + i * dim, dim);
     return {scratch, dim, 1};
+}
+
+// While panel p of `panels` is worked on, its share of the rows after the tile is fetched.
+inline const float* soon(Strided rows, Run tile, int p, int panels) {
+    const int64_t n = tile.to - tile.from;
+    return rows.data + n * rows.row + n * rows.row * p / panels;
 }
 
 // Calls f with a value of the C++ type that a dtype names.

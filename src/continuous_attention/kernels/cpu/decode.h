@@ -87,7 +87,7 @@ class Decode {
     explicit Decode(const Problem& problem)
         : problem_(problem),
           query_row_((problem.D + WIDTH - 1) / WIDTH * WIDTH),
-          sums_row_((problem.Dv + PANEL - 1) / PANEL * PANEL),
+          sums_row_(whole_panels(problem.Dv)),
           query_(buffer(DECODE_ROWS * query_row_)),
           sums_(buffer(DECODE_ROWS * sums_row_)),
           weights_(buffer(DECODE_ROWS * WEIGHTS_ROW)),
@@ -105,14 +105,14 @@ class Decode {
         }
         for (int32_t from = all.from; from < all.to; from += DECODE_TILE)
             tile_of_nodes(group, {from, std::min(all.to, from + DECODE_TILE)}, rows);
-        for (int r = 0; r < rows; r++) finish(group, r, put);
+        for (int r = 0; r < rows; r++) finish(group, r, piece, put);
     }
 
   private:
     // One row's path.
     struct Walk {
         Run seen;
-        bool starts, ends;  // this piece has the beginning, the end
+        bool starts;  // this piece has the beginning
         float end_length;
         float start_score, start_weight;
         float reference, total;
@@ -136,15 +136,14 @@ class Decode {
         std::fill_n(sums_of_row(r), sums_row_, 0.0f);
         std::fill_n(query_of(r), query_row_, 0.0f);
         w.reference = -1e30f;
-        const Run path = group.sees(r);
-        if (path.empty() || path.to <= piece.from || path.from >= piece.to) return;
-        w.starts = path.from >= piece.from, w.ends = path.to <= piece.to;
-        w.seen = {w.starts ? path.from : piece.from - 1, std::min(path.to, piece.to)};
-        w.end_length = w.ends ? group.end_length(r) : 0;
+        const Part part = group.part_of(r, piece);
+        if (part.seen.empty()) return;
+        w.seen = part.seen, w.starts = part.starts;
+        w.end_length = part.ends ? group.end_length(r) : 0;
         read(group.row_of<const T>(problem_.query, r), query_of(r), problem_.D);
         for (int64_t d = 0; d < problem_.D; d++) query_of(r)[d] *= problem_.scale * LOG2E;
         if (w.starts && problem_.start_key) {
-            w.start_score = sum(dot(query_of(r), problem_.start_key + group.key_head * problem_.D, problem_.D));
+            w.start_score = sum(dot(query_of(r), group.start_key(), problem_.D));
             w.reference = w.start_score;
         }
     }
@@ -159,9 +158,10 @@ class Decode {
         // Weights belong to the nodes one before.
         const Run weighed = {tile.from - 1 + !any_sees({tile.from - 1, tile.from}, rows), tile.to};
         const Strided values = values_of(group, weighed, rows);
+        const Strided weights = {weights_of(0) + weighed.from - (tile.from - 1), WEIGHTS_ROW, 1};
         for (int64_t d = 0; d < sums_row_; d += PANEL)
-            product<true>(rows, weighed.to - weighed.from, {weights_of(0) + weighed.from - (tile.from - 1), WEIGHTS_ROW, 1},
-                          values.data + d, values.row, sums_.get() + d, sums_row_, values.data);
+            product<true>(rows, weighed.to - weighed.from, weights, values.data + d, values.row, sums_.get() + d,
+                          sums_row_, values.data);
     }
 
     // Rows of values, as whole panels; those that no row sees may hold anything and become 0.
@@ -270,15 +270,12 @@ class Decode {
     }
 
     template <class Put>
-    void finish(const Group& group, int r, const Put& put) {
+    void finish(const Group& group, int r, Run piece, const Put& put) {
         const Walk& w = walks_[r];
         float* sums = sums_of_row(r);
         if (w.total == 0) {
-            std::fill_n(sums, problem_.Dv, 0.0f);
-            if (!w.seen.empty() && w.ends)
-                read(group.node_of<const T>(problem_.value, w.seen.to - 1), sums, problem_.Dv);
-        } else if (problem_.start_value) {
-            const float* start_value = problem_.start_value + group.key_head * problem_.Dv;
+            last_value<T>(group, r, piece, sums);
+        } else if (const float* start_value = group.start_value()) {
             for (int64_t d = 0; d < problem_.Dv; d++) sums[d] += w.start_weight * start_value[d];
         }
         put(r, Integrals{w.reference, w.total, sums});

@@ -130,13 +130,12 @@ class Forward {
     float* out_of(int p) { return out_.get() + p * problem_.Dv * PANEL; }
     float* query_of(int p) { return query_.get() + p * problem_.D * PANEL; }
     float* scores_of(int p) { return scores_.get() + p * (tile_ + 1) * PANEL; }
-    const float* of_head(const float* x, const Group& group, int64_t dim) { return x + group.key_head * dim; }
 
     void begin(const Block& block) {
         for (int p = 0; p < block.panels_in_use; p++) {
             alignas(64) float start_scores[PANEL] = {};
             if (problem_.start_key)
-                tile<1, false>({of_head(problem_.start_key, block.group, problem_.D), 0, 1}, query_of(p), PANEL,
+                tile<1, false>({block.group.start_key(), 0, 1}, query_of(p), PANEL,
                                start_scores, 0, problem_.D, query_of(p));
             for (int v = 0; v < TILE_VECTORS; v++) {
                 Walk& walk = walks_[p][v];
@@ -198,27 +197,17 @@ class Forward {
         }
     }
 
-    // While panel p is worked on, its share of the rows after this tile is fetched.
-    static const float* soon(Strided rows, Run tile, int p, int panels) {
-        const int64_t n = tile.to - tile.from;
-        return rows.data + n * rows.row + n * rows.row * p / panels;
-    }
-
     template <class Put>
     void finish(const Block& block, Run piece, const Put& put) {
         const Group& group = block.group;
-        const float* start_value = problem_.start_value ? of_head(problem_.start_value, group, problem_.Dv) : nullptr;
+        const float* start_value = group.start_value();
         for (int lane = 0; lane < block.rows; lane++) {
             const int64_t row = block.first + lane;
             const int p = lane / PANEL, i = lane % PANEL;
             const Walk& walk = walks_[p][i / WIDTH];
             Integrals x = {walk.reference[i % WIDTH], block.blank[lane] ? 0 : walk.total[i % WIDTH], sums_.get()};
             if (x.total == 0) {
-                // The limit of a path whose length goes to 0.
-                std::fill_n(x.sums, problem_.Dv, 0.0f);
-                const int32_t last = group.sees(row).to;
-                if (!block.blank[lane] && last <= piece.to)
-                    read(group.node_of<const T>(problem_.value, last - 1), x.sums, problem_.Dv);
+                last_value<T>(group, row, piece, x.sums);
             } else {
                 const float *out = out_of(p) + i, start = walk.start_weight[i % WIDTH];
                 for (int64_t d = 0; d < problem_.Dv; d++)
@@ -251,10 +240,9 @@ void forward_as(const Problem& problem, const Result& result) {
     const bool few = rows <= DECODE_ROWS && problem.Lk >= DECODE_NODES;
     const int64_t blocks = few ? 1 : (rows + BLOCK - 1) / BLOCK;
     Pieces pieces(problem, pieces_wanted(problem, groups * blocks, 256));
-    auto group_of = [&](int64_t g) { return Group{problem, g / problem.Hkv, g % problem.Hkv}; };
     // Jobs go piece by piece, block by block, head by head; the last rows first: under causality they take longest.
     auto work = [&](auto& run, int64_t job) {
-        const Group group = group_of(job / pieces.count / blocks);
+        const Group group = group_of(problem, job / pieces.count / blocks);
         const int64_t first = (blocks - 1 - job / pieces.count % blocks) * BLOCK, i = job % pieces.count;
         const Run piece = {int32_t(problem.Lk * i / pieces.count), int32_t(problem.Lk * (i + 1) / pieces.count)};
         run(group, first, piece, [&](int64_t row, const Integrals& x) {
@@ -276,8 +264,9 @@ void forward_as(const Problem& problem, const Result& result) {
     if (pieces.count == 1) return;
     for_each_job(problem.threads, groups, [&] {
         return [&, sums = buffer(problem.Dv)](int64_t g) {
+            const Group group = group_of(problem, g);
             for (int64_t row = 0; row < rows; row++)
-                write_result<T>(result, group_of(g), row, pieces.merge(group_of(g), row, sums.get()));
+                write_result<T>(result, group, row, pieces.merge(group, row, sums.get()));
         };
     });
 }

@@ -13,6 +13,7 @@ constexpr int TILE_VECTORS = WIDTH == 16 ? 4 : 2;
 #endif
 constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int TILE_ROWS = 6;
+inline int64_t whole_panels(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
 struct Strided {
     const float* data;

@@ -16,6 +16,14 @@ struct Integrals {
     float* sums;  // (Dv)
 };
 
+// The sums of a piece without length: the limit of a path whose length goes to 0.
+template <class T>
+void last_value(const Group& group, int64_t row, Run piece, float* sums) {
+    std::fill_n(sums, group.problem.Dv, 0.0f);
+    if (group.part_of(row, piece).ends)
+        read(group.node_of<const T>(group.problem.value, group.sees(row).to - 1), sums, group.problem.Dv);
+}
+
 // Pieces of paths, written by different jobs and read by merge(); a single piece needs no memory, nor merging.
 class Pieces {
   public:
@@ -23,8 +31,7 @@ class Pieces {
         : count(count),
           rows_(problem.Hq / problem.Hkv * problem.Lq),
           dim_(problem.Dv),
-          data_(buffer(count == 1 ? 0 : problem.B * problem.Hkv * rows_ * count * (dim_ + 2))),
-          heads_(problem.Hkv) {}
+          data_(buffer(count == 1 ? 0 : problem.B * problem.Hkv * rows_ * count * (dim_ + 2))) {}
 
     const int64_t count;
 
@@ -56,11 +63,9 @@ class Pieces {
   private:
     int64_t rows_, dim_;
     Buffer data_;
-    int64_t heads_;
 
     float* at(const Group& group, int64_t row, int64_t piece) const {
-        const int64_t head = group.batch * heads_ + group.key_head;
-        return data_.get() + ((head * rows_ + row) * count + piece) * (dim_ + 2);
+        return data_.get() + ((group.index() * rows_ + row) * count + piece) * (dim_ + 2);
     }
 };
 

@@ -19,37 +19,21 @@ struct Shares {
 // R / p_1 = ln 2 · φ2(-d ln 2), relative error 5.8e-8, or 1.3e-4 with few digits.
 template <Digits DIGITS = Digits::all>
 CSA_INLINE Vec right_series(Vec d) {
-    if constexpr (DIGITS == Digits::few) {
-        Vec y = d * 2.2533682499e-04f - 2.0346322455e-03f;
-        y = y * d + 1.3892338836e-02f;
-        y = y * d - 7.9967684652e-02f;
-        return y * d + 3.4656113615e-01f;
-    }
-    Vec y = d * -1.4851961794e-07f + 1.9886056180e-06f;
-    y = y * d - 2.2016471121e-05f;
-    y = y * d + 2.2202332912e-04f;
-    y = y * d - 1.9235878717e-03f;
-    y = y * d + 1.3876185752e-02f;
-    y = y * d - 8.0075524747e-02f;
-    return y * d + 3.4657356143e-01f;
+    if constexpr (DIGITS == Digits::few)
+        return polynomial(d, 2.2533682499e-04f, -2.0346322455e-03f, 1.3892338836e-02f, -7.9967684652e-02f,
+                          3.4656113615e-01f);
+    return polynomial(d, -1.4851961794e-07f, 1.9886056180e-06f, -2.2016471121e-05f, 2.2202332912e-04f,
+                      -1.9235878717e-03f, 1.3876185752e-02f, -8.0075524747e-02f, 3.4657356143e-01f);
 }
 
 // M / p_1, relative error 1.4e-7, or 2.8e-4 with few digits.
 template <Digits DIGITS = Digits::all>
 CSA_INLINE Vec mass_series(Vec d) {
-    if constexpr (DIGITS == Digits::few) {
-        Vec y = d * 1.5765211500e-04f - 1.3640450601e-03f;
-        y = y * d + 8.3518363014e-03f;
-        y = y * d - 3.9961924896e-02f;
-        return y * d + 1.1550877326e-01f;
-    }
-    Vec y = d * -1.1703365743e-07f + 1.5490983287e-06f;
-    y = y * d - 1.6525900719e-05f;
-    y = y * d + 1.5857255494e-04f;
-    y = y * d - 1.2823612196e-03f;
-    y = y * d + 8.3257379010e-03f;
-    y = y * d - 4.0037781000e-02f;
-    return y * d + 1.1552451551e-01f;
+    if constexpr (DIGITS == Digits::few)
+        return polynomial(d, 1.5765211500e-04f, -1.3640450601e-03f, 8.3518363014e-03f, -3.9961924896e-02f,
+                          1.1550877326e-01f);
+    return polynomial(d, -1.1703365743e-07f, 1.5490983287e-06f, -1.6525900719e-05f, 1.5857255494e-04f,
+                      -1.2823612196e-03f, 8.3257379010e-03f, -4.0037781000e-02f, 1.1552451551e-01f);
 }
 
 template <Digits DIGITS = Digits::all>

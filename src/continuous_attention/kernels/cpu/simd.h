@@ -66,6 +66,14 @@ CSA_INLINE bool any(Int mask) {
     return seen != 0;
 }
 
+// A polynomial in x, the number that belongs to its highest power first.
+template <class... Numbers>
+CSA_INLINE Vec polynomial(Vec x, float highest, Numbers... lower) {
+    Vec y = broadcast(highest);
+    ((y = y * x + lower), ...);
+    return y;
+}
+
 // How much accuracy a function is asked for: float32's, nearly that (and no infinities), or what is left of it after
 // rounding to bfloat16.
 enum class Digits { all, most, few };
@@ -73,16 +81,10 @@ enum class Digits { all, most, few };
 // 2^f / ln 2 for |f| <= 1/2, with a relative error of 1.4e-7, or 7.5e-5 with few digits.
 template <Digits DIGITS>
 CSA_INLINE Vec exp2_near_zero(Vec f) {
-    if constexpr (DIGITS == Digits::few) {
-        Vec y = f * 7.9595893321e-02f + 3.5001386285e-01f;
-        y = y * f + 1.0001641858e+00f;
-        return y * f + 1.4425912729e+00f;
-    }
-    Vec y = f * 1.9153900212e-03f + 1.3958855532e-02f;
-    y = y * f + 8.0079868436e-02f;
-    y = y * f + 3.4656593204e-01f;
-    y = y * f + 9.9999970198e-01f;
-    return y * f + 1.4426951408e+00f;
+    if constexpr (DIGITS == Digits::few)
+        return polynomial(f, 7.9595893321e-02f, 3.5001386285e-01f, 1.0001641858e+00f, 1.4425912729e+00f);
+    return polynomial(f, 1.9153900212e-03f, 1.3958855532e-02f, 8.0079868436e-02f, 3.4656593204e-01f, 9.9999970198e-01f,
+                      1.4426951408e+00f);
 }
 
 // 2^x / ln 2; below x = -126 it stays at the smallest normal number, or goes to 0 where not all digits are asked for.
