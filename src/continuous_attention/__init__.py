@@ -1,14 +1,20 @@
 """Continuous softmax attention: the query integrates over the path through keys and values."""
 
 from continuous_attention.functional import continuous_attention, continuous_attention_varlen, merge
-from continuous_attention.integrations.transformers import register_transformers
+from continuous_attention.integrations.transformers import (
+    load_continuous,
+    register_transformers,
+    switch_to_continuous,
+)
 from continuous_attention.nn import ContinuousMultiheadAttention
 
 __all__ = [
     "ContinuousMultiheadAttention",
     "continuous_attention",
     "continuous_attention_varlen",
+    "load_continuous",
     "merge",
     "register_transformers",
+    "switch_to_continuous",
 ]
 __version__ = "0.1.0"

@@ -39,6 +39,7 @@ def continuous_attention(
     window: int | tuple[int, int] | None = None,
     time_window: float | None = None,
     intervals: Tensor | None = None,
+    softcap: float | None = None,
     rule: str = "exact",
     return_lse: bool = False,
     backend: str | None = None,
@@ -75,6 +76,9 @@ def continuous_attention(
             numbers of nodes beside the query's own, −1 for no limit.
         time_window: only nodes with τ_i ≥ τ_q − time_window are seen, in the unit of `times`.
         intervals: int32 or int64 (B or 1, Lq, 2): the nodes [lo, hi) that each query sees, for everything else.
+        softcap: bound c > 0 of the scores: the nodes, the start node included, have the score c·tanh(a_i/c), and
+            between them the score is a straight line as ever. This is a definition: the path then runs through the
+            bounded scores instead of the keys. It takes plain torch, no kernel has it.
         rule: "exact" for the integral. "trapezoid" and "rectangle" are the quadratures that an ordinary softmax
             with log-weights can do: weights (h_i + h_{i+1})/2 (half of it at the ends of the domain, the start node
             included), or h_i with `start_length` on the first visible node (unit steps: the ordinary softmax, no start
@@ -107,6 +111,7 @@ def continuous_attention(
         "boundary": boundary,
         "start_length": start_length,
         "window": window,
+        "softcap": softcap,
         "rule": rule,
         "return_lse": return_lse,
         "backend": backend,
@@ -150,6 +155,7 @@ def continuous_attention_varlen(
     start_length: float = 1.0,
     window: int | tuple[int, int] | None = None,
     time_window: float | None = None,
+    softcap: float | None = None,
     rule: str = "exact",
     return_lse: bool = False,
     backend: str | None = None,
@@ -174,6 +180,7 @@ def continuous_attention_varlen(
         start_length: length of the segment before the first visible node.
         window: number of nodes seen, or (left, right).
         time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
+        softcap: bound of the scores, see `continuous_attention`.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
         return_lse: also return lse, of shape (tokens, Hq), the shape of out without its last dim.
         backend: "reference", "cpu" or None, see `continuous_attention`.
@@ -213,6 +220,7 @@ def continuous_attention_varlen(
         start_length=start_length,
         window=window,
         time_window=time_window,
+        softcap=softcap,
         rule=rule,
         return_lse=return_lse,
         backend=backend,
@@ -275,6 +283,7 @@ class _Call(NamedTuple):
     quadrature: bool  # torch's SDPA runs it
     return_lse: bool
     rule: str
+    softcap: float | None
     mask: Tensor | None
     seen: Tensor
     arguments: dict[str, Any]
@@ -287,7 +296,8 @@ def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor | tup
     elif call.quadrature:
         return quadrature.attention(query, key, value, call.seen, rule=call.rule, **call.arguments)
     else:
-        out, lse = reference.attention(query, key, value, call.seen, mask=call.mask, rule=call.rule, **call.arguments)
+        plainly = {"mask": call.mask, "rule": call.rule, "softcap": call.softcap, **call.arguments}
+        out, lse = reference.attention(query, key, value, call.seen, **plainly)
     return (out, lse) if call.return_lse else out
 
 
@@ -384,6 +394,7 @@ def _resolve(
     start_length: float,
     window: int | tuple[int, int] | None,
     time_window: float | None,
+    softcap: float | None,
     rule: str,
     return_lse: bool,
     backend: str | None,
@@ -394,7 +405,9 @@ def _resolve(
     `origin` the first node that there is for it.
     """
     _check_choice("rule", rule, RULES)
-    kernel = _choose_kernel(backend, query, value, rule)
+    if softcap is not None and _check_number("softcap", softcap) <= 0:
+        raise ValueError(f"softcap must be positive, or None for no bound, got {softcap}")
+    kernel = _choose_kernel(backend, query, value, rule, softcap)
     _check_flag("is_causal", is_causal)
     _check_flag("return_lse", return_lse)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
@@ -430,16 +443,21 @@ def _resolve(
     }
     return _Call(
         kernel=kernel and mask is None,
-        quadrature=backend is None and mask is None and not return_lse and _fits_sdpa(key, rule, arguments),
+        quadrature=backend is None
+        and mask is None
+        and softcap is None
+        and not return_lse
+        and _fits_sdpa(key, rule, arguments),
         return_lse=return_lse,
         rule=rule,
+        softcap=None if softcap is None else float(softcap),
         mask=mask,
         seen=seen,
         arguments=arguments,
     )
 
 
-def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str) -> bool:
+def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str, softcap: float | None) -> bool:
     """Whether the CPU kernels run, as far as it doesn't depend on what is visible.
 
     Raises:
@@ -458,6 +476,8 @@ def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str)
         obstacle = f"computes {', '.join(map(_name, ops.DTYPES))}, got {_name(query.dtype)}"
     elif rule != "exact":
         obstacle = f"has the rule 'exact' only, got {rule!r}"
+    elif softcap is not None:
+        obstacle = f"has no softcap, got {softcap}"
     elif dim > ops.LARGEST_HEAD_DIM or not 0 < value_dim <= ops.LARGEST_HEAD_DIM:
         obstacle = f"needs head dims D and Dv from 1 to {ops.LARGEST_HEAD_DIM}, got {dim} and {value_dim}"
     elif value.shape[-2] > ops.MOST_NODES:

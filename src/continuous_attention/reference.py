@@ -44,6 +44,7 @@ def attention(
     end_length: float | Tensor = 0.0,
     mask: Tensor | None = None,
     rule: str = "exact",
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Integrate the values over each query's stretch of path: o = ∫ e^{a(s)} v(s) ds / ∫ e^{a(s)} ds.
 
@@ -59,6 +60,7 @@ def attention(
         end_length: number or (B or 1, Hq or 1, Lq or 1), how long the path is held constant after the last one.
         mask: boolean (B or 1, Hq or 1, Lq or 1, Lk), True = visible, on top of the intervals; may have gaps.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
+        softcap: c, where the nodes have the score c·tanh(a_i/c).
 
     Returns:
         out (B, Hq, Lq, Dv) in the query's dtype, and lse (B, Hq, Lq) = log ∫ e^{a(s)} ds in float32 (float64 for
@@ -98,6 +100,8 @@ def attention(
             visible = visible | at_start
             score = torch.where(at_start, q @ k0.mT * scale, score)
             length = torch.where(at_start[..., :-1], start_length, length)
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
         # The rectangle rule knows no segments: each node has the step before it, seen or not.
         counts = visible[..., 1:] & ~at_first[..., 1:] if rule == "rectangle" else visible[..., 1:] & visible[..., :-1]
         length = torch.where(counts, length, 0.0)

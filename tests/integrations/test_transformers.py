@@ -21,9 +21,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BertConfig,
     BloomConfig,
-    Gemma2Config,
     GPT2Config,
-    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -31,7 +29,7 @@ from transformers import (
     T5Config,
 )
 
-from continuous_attention import continuous_attention, register_transformers
+from continuous_attention import register_transformers
 from continuous_attention.integrations import transformers as bridge
 
 register_transformers()
@@ -107,23 +105,20 @@ def _quiet() -> None:
     transformers.logging.set_verbosity_error()
 
 
-@pytest.fixture
-def rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuous attention as a softmax."""
-    monkeypatch.setattr(bridge, "continuous_attention", partial(continuous_attention, rule="rectangle"))
-
-
-# The same as sdpa with the rectangle rule, and something else without it.
+# The same as sdpa where no layer is continuous, and something else where they are.
 
 
 @every_model
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.usefixtures("rectangle")
-def test_rectangle_rule_gives_the_logits_of_sdpa(name: str, side: str) -> None:
+def test_softmax_layers_give_the_logits_of_sdpa(name: str, side: str) -> None:
     batch = pad(ragged(), side)
     seen = batch["attention_mask"].bool()
+    model = make(name)
+    model.config.continuous_layers = []
     with torch.no_grad():
-        assert_close(make(name)(**batch).logits[seen], make(name, "sdpa")(**batch).logits[seen])
+        assert_close(model(**batch).logits[seen], make(name, "sdpa")(**batch).logits[seen])
+        ids = tokens()
+        assert_close(model(ids).logits, make(name, "sdpa")(ids).logits)
 
 
 @every_model
@@ -400,9 +395,7 @@ def test_arguments_that_dont_matter_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
-        ({"softcap": 50.0}, "softcap.*linear"),
-        ({"s_aux": torch.zeros(HEADS)}, "s_aux.*sinks"),
-        ({"sinks": torch.zeros(HEADS)}, "sinks.*outside of the path"),
+        ({"sinks": torch.zeros(HEADS)}, "sinks.*s_aux"),
         ({"position_bias": torch.zeros(1, HEADS, 4, 4)}, "position_bias.*linear"),
         ({"indices": torch.zeros(1)}, "indices.*no path"),
         ({"block_indices": torch.zeros(1)}, "block_indices.*no path"),
@@ -420,11 +413,6 @@ def test_what_cant_be_honoured_is_refused(argument: dict[str, Any], reason: str)
 REFUSED_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "attention dropout": (partial(LlamaConfig, **GROUPED, attention_dropout=0.1), "LlamaAttention .*dropout 0.1"),
     "attn_pdrop": (partial(GPT2Config, **GPT2_SIZES, attn_pdrop=0.1), "GPT2Attention .*dropout 0.1"),
-    "softcap": (partial(Gemma2Config, **GROUPED), "Gemma2Attention passes softcap"),
-    "s_aux": (
-        partial(GptOssConfig, **GROUPED, num_local_experts=2, num_experts_per_tok=1),
-        "GptOssAttention passes s_aux",
-    ),
 }
 
 

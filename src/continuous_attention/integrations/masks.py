@@ -1,0 +1,201 @@
+"""The masks of Hugging Face transformers as intervals.
+
+transformers describes a mask by a function of (batch element, head, query, node), put together from a few known ones.
+Each of these says an interval per query, so together they say the intersection, and no mask of Lq × Lk is made. What
+isn't known goes the dense way: a boolean mask is made, and read.
+
+Shape legend: B batch (or 1), Lq queries, Lk nodes of a layer's cache, which may begin at a later token than the first.
+"""
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from continuous_attention import intervals as iv
+
+FARTHEST = 2**40  # more than any length, and far from the largest int64
+
+
+def mask_intervals(**asked: Any) -> Tensor | None:
+    """The mask function that transformers calls once per forward and kind of mask: which nodes each query sees.
+
+    Args:
+        **asked: batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask (B, Lk) or None,
+            allow_is_causal_skip, device, and whatever else transformers gives its own mask functions.
+
+    Returns:
+        None where each query sees just the nodes up to its own, and transformers allows to say so. Otherwise what
+        `mark` makes of the intervals, or a boolean mask (B, 1, Lq, Lk), True = visible, where a row has a gap.
+
+    Raises:
+        NotImplementedError: the model doesn't ask transformers' attention interface.
+        RuntimeError: a row has a gap, found while compiled code runs.
+    """
+    if torch.compiler.is_compiling():
+        intervals, contiguous = iv.of_mask(_dense(asked)[:, 0])
+        torch.ops.aten._assert_async.msg(contiguous, "compiled continuous attention can't follow a mask that has gaps")
+        return mark(intervals)
+    config = asked.get("config")
+    if config is not None and not _asks_the_interface(type(config)):
+        raise NotImplementedError(
+            f"{config.model_type} computes attention by itself instead of asking transformers' attention interface, so "
+            "it can't be continuous"
+        )
+    intervals = _direct(asked)
+    if intervals is None:
+        mask = _dense(asked)
+        intervals, contiguous = iv.of_mask(mask[:, 0])
+        if not contiguous:
+            warnings.warn(
+                "a mask with gaps, such as a hole in the padding, runs in plain torch and stores Lq × Lk scores",
+                stacklevel=2,
+            )
+            return mask
+    elif _is_plainly_causal(asked):
+        return None
+    return mark(intervals)
+
+
+def mark(intervals: Tensor) -> Tensor:
+    """Intervals (B, Lq, 2) in the shape in which they travel through a model: int64 (B, 1, Lq + 1, 2).
+
+    Four dims, since transformers hands on only masks with four dims untouched. A row of zeros comes first, so that no
+    mask of a user looks like it, and a model that adds it to its scores fails instead of forgetting the mask.
+    """
+    return F.pad(intervals, (0, 0, 1, 0)).unsqueeze(1)
+
+
+def unmark(mask: Tensor, query_length: int) -> Tensor | None:
+    """The intervals that `mark` was given, None if it didn't make this mask."""
+    if mask.dtype != torch.int64 or mask.shape[-2:] != (query_length + 1, 2):
+        return None
+    return mask[:, 0, 1:]
+
+
+def of_position_ids(position_ids: Tensor, intervals: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Packed documents: one begins at each query with position 0 that would see the node before its own.
+
+    Args:
+        position_ids: (B, Lq).
+        intervals: (B, Lq, 2), what the queries see otherwise; None for all up to their own node.
+        offset: the node that the first query stands on.
+
+    Returns:
+        intervals (B, Lq, 2) from each document's first node on, and a boolean scalar: a document begins at some query.
+    """
+    node = torch.arange(position_ids.shape[1], device=position_ids.device) + offset
+    begins = (position_ids == 0) & (node > 0)
+    if intervals is not None:
+        begins = begins & (intervals[..., 0] < node) & (node <= intervals[..., 1])
+    first = torch.where(begins, node, 0).cummax(-1).values
+    return torch.stack([first, torch.full_like(first, FARTHEST)], dim=-1), begins.any()
+
+
+def _dense(asked: dict[str, Any]) -> Tensor:
+    from transformers.masking_utils import sdpa_mask
+
+    mask = sdpa_mask(**{**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    assert mask is not None  # nothing may be skipped
+    return mask
+
+
+def _direct(asked: dict[str, Any]) -> Tensor | None:
+    """The intervals (B, Lq, 2) without a dense mask, None where the mask function or the padding says more."""
+    padding, device = asked.get("attention_mask"), asked.get("device", "cpu")
+    first, nodes = asked.get("kv_offset", 0), asked["kv_length"]
+    position = torch.arange(asked["q_length"], device=device) + asked.get("q_offset", 0)
+    seen = _said_by(asked["mask_function"], position[None])
+    if seen is None:
+        return None
+    if padding is not None:
+        real, contiguous = iv.of_mask(padding[:, first : first + nodes])
+        if padding.ndim != 2 or not contiguous:
+            return None
+        seen = iv.intersect(seen, real[:, None] + first)
+    return (seen - first).clamp(0, nodes).expand(asked["batch_size"], -1, -1)
+
+
+def _is_plainly_causal(asked: dict[str, Any]) -> bool:
+    """Whether `is_causal` says it all: nothing is hidden but what comes later, and no query stands elsewhere."""
+    from transformers.masking_utils import causal_mask_function
+
+    padding, (q_length, nodes) = asked.get("attention_mask"), (asked["q_length"], asked["kv_length"])
+    if asked["mask_function"] is not causal_mask_function or not asked.get("allow_is_causal_skip", False):
+        return False
+    offset = asked.get("q_offset", 0)
+    stands_last = isinstance(offset, int) and offset + q_length == nodes + asked.get("kv_offset", 0)
+    if not stands_last or q_length not in (1, nodes):
+        return False
+    return padding is None or bool(padding.all())
+
+
+def _said_by(function: Callable[..., Any], position: Tensor) -> Tensor | None:
+    """The nodes for which a mask function of transformers is true, for queries at these positions (B, Lq)."""
+    name, held = _name_and_closure(function)
+    if name == "causal_mask_function":
+        return iv.around(position, None, 0)
+    if name == "bidirectional_mask_function":
+        return iv.around(position, None, None)
+    if name == "sliding_window_overlay":
+        return iv.around(position, held["sliding_window"] - 1, None)
+    if name == "sliding_window_bidirectional_overlay":
+        return iv.around(position, held["sliding_window"], held["sliding_window"])
+    if name == "chunked_overlay":
+        size, start = held["chunk_size"], held["left_padding"][:, None]
+        lo = start + torch.div(position - start, size, rounding_mode="floor") * size
+        return torch.stack([lo, lo + size], dim=-1)
+    if name == "packed_sequence_mask_function":
+        document = held["packed_sequence_mask"].contiguous()
+        of_query = document.gather(-1, position.expand(len(document), -1))
+        ends = [torch.searchsorted(document, of_query, right=right) for right in (False, True)]
+        return torch.stack(ends, dim=-1)
+    if name == "and_masks":
+        return _said_by_all(held["mask_functions"], position)
+    return None
+
+
+def _said_by_all(functions: tuple[Callable[..., Any], ...], position: Tensor) -> Tensor | None:
+    packed = any(_name_and_closure(function)[0] == "packed_sequence_mask_function" for function in functions)
+    seen = iv.around(position, None, None)
+    for function in functions:
+        name, held = _name_and_closure(function)
+        if name == "remap_positions_for_packed_sequence" and packed:
+            # It speaks of positions in the document, which are the nodes moved by the same number in all of it.
+            own = held["position_ids"].gather(-1, position.expand(len(held["position_ids"]), -1))
+            said = _said_by(held["mask_function"], own)
+            said = None if said is None else said.clamp(max=FARTHEST) + (position - own).unsqueeze(-1)
+        else:
+            said = _said_by(function, position)
+        if said is None:
+            return None
+        seen = iv.intersect(seen, said)
+    return seen
+
+
+def _name_and_closure(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+    """The name under which transformers defines a mask function or its maker ("" for others), and what it holds."""
+    if getattr(function, "__module__", None) != "transformers.masking_utils" or not inspect.isfunction(function):
+        return "", {}
+    cells = function.__closure__ or ()
+    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    return function.__qualname__.partition(".")[0], held
+
+
+@cache
+def _asks_the_interface(config_class: type) -> bool:
+    """Whether the model's source asks transformers' attention interface; benefit of the doubt where there's none."""
+    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    try:
+        source = inspect.getsource(module) if module is not None else ""
+    except (OSError, TypeError):
+        return True
+    has_attention = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return has_attention is None or "ALL_ATTENTION_FUNCTIONS" in source
