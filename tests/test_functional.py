@@ -119,6 +119,8 @@ WRONG_DEVICES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 WRONG_MEANINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown boundary": ({"boundary": "one"}, ["boundary", "'one'", "'zero', 'repeat', 'half', 'none'", "(k0, v0)"]),
+    "softcap isn't positive": ({"softcap": 0.0}, ["softcap", "positive", "0.0"]),
+    "softcap is NaN": ({"softcap": NAN}, ["softcap", "finite", "nan"]),
     "unknown rule": ({"rule": "simpson"}, ["rule", "'simpson'", *map(repr, RULES)]),
     "unknown backend": ({"backend": "cuda"}, ["backend", "'cuda'", "'reference', 'cpu', 'triton'", "None"]),
     "scale is NaN": ({"scale": NAN}, ["scale", "finite", "nan"]),
@@ -188,6 +190,7 @@ WRONG_TYPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "window is a string": ({"window": "ab"}, ["window", "int", "'ab'"]),
     "intervals is a list": ({"intervals": [[0, 1]]}, ["intervals", "tensor", "list"]),
     "intervals is float": ({"intervals": RANGES.float()}, ["intervals", "int32 or int64", "float32"]),
+    "softcap is a tensor": ({"softcap": torch.ones(())}, ["softcap", "number", "Tensor"]),
     "rule is None": ({"rule": None}, ["rule", "string", "NoneType"]),
     "backend is a number": ({"backend": 1}, ["backend", "string", "int"]),
 }
@@ -198,6 +201,7 @@ NOT_POSSIBLE: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["backend='cpu'", "float32, bfloat16, float16", "float64", "'reference'"],
     ),
     "cpu with another rule": ({"rule": "taylor", "backend": "cpu"}, ["backend='cpu'", "'exact'", "'taylor'"]),
+    "cpu with a softcap": ({"softcap": 2.0, "backend": "cpu"}, ["backend='cpu'", "softcap", "2.0"]),
     "cpu with a quadrature": ({"rule": "trapezoid", "backend": "cpu"}, ["backend='cpu'", "'exact'", "'trapezoid'"]),
     "cpu with a large D": (
         {"query": q(B, HQ, L, 257), "key": k(B, HKV, L, 257), "backend": "cpu"},
@@ -262,6 +266,30 @@ def test_times_that_no_query_sees_may_be_anything(by: str, hidden: float) -> Non
 
 
 # Shapes and dtypes of what comes out.
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("boundary", ["zero", "learned"])
+def test_softcap_bounds_the_nodes_scores(boundary: str, rule: str) -> None:
+    query, key, value = inputs()
+    query = 3 * query
+    k0, v0 = torch.randn(HKV, D, dtype=torch.float64), torch.randn(HKV, DV, dtype=torch.float64)
+    start = (k0, v0) if boundary == "learned" else "zero"
+    how: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "scale": 0.5, "softcap": 1.5}
+    got = attend_lse(query, key, value, boundary=start, rule=rule, **how)
+
+    def bounded(scores: Tensor) -> Tensor:
+        return 1.5 * torch.tanh(0.5 * scores / 1.5)
+
+    # A query of one dim, 1, whose keys are the bounded scores themselves.
+    for b, h, j in itertools.product(range(B), range(HQ), range(L)):
+        g, one = h // (HQ // HKV), torch.ones(1, 1, 1, 1, dtype=torch.float64)
+        scores = bounded(key[b, g, : j + 1] @ query[b, h, j])
+        start = (bounded(k0[g] @ query[b, h, j]).reshape(1, 1), v0[g, None]) if boundary == "learned" else "zero"
+        nodes = scores[None, None, :, None], value[b : b + 1, g : g + 1, : j + 1]
+        expected = integrate(one, *nodes, boundary=start, scale=1.0, rule=rule)
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x[b, h, j], y[0, 0, 0], rtol=0, atol=INTEGRATION_ERROR)
 
 
 @pytest.mark.parametrize("rule", RULES)
