@@ -201,6 +201,11 @@ def test_wrong_choices_in_a_config_are_named(name: str, value: str) -> None:
         logits(model, tokens())
 
 
+def test_a_model_of_torch_is_no_model_of_transformers() -> None:
+    with pytest.raises(TypeError, match=r"model must be a transformers\.PreTrainedModel, got Linear"):
+        switch_to_continuous(nn.Linear(2, 2))
+
+
 def test_the_modes_of_training_stay() -> None:
     model = make().train()
     model.model.layers[1].eval()

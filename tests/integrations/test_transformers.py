@@ -443,14 +443,21 @@ def test_attention_weights_are_refused() -> None:
 
 def test_a_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"transformers 5: pip install 'continuous-attention\[transformers\]'"):
+    with pytest.raises(ImportError, match=r"needs transformers: pip install 'continuous-attention\[transformers\]'"):
         register_transformers()
 
 
-def test_an_old_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(ImportError, match=r"transformers 5 or newer, got 4\.57\.1"):
+@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.9.2"])
+def test_an_old_transformers_is_named(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=rf"transformers 5\.12 or newer, got {version}"):
         register_transformers()
+
+
+@pytest.mark.parametrize("version", ["5.12.0", "5.24.0.dev0", "6.0.0"])
+def test_newer_ones_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    register_transformers()
 
 
 def test_cu_seq_lens_cut_the_path() -> None:

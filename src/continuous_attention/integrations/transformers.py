@@ -51,16 +51,16 @@ def register_transformers() -> None:
     docs/transformers.md says what works with which model, and what raises NotImplementedError.
 
     Raises:
-        ImportError: transformers isn't installed, or older than version 5.
+        ImportError: transformers isn't installed, or older than version 5.12.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__
     except ImportError as error:
         raise ImportError(
-            "register_transformers() needs transformers 5: pip install 'continuous-attention[transformers]'"
+            "register_transformers() needs transformers: pip install 'continuous-attention[transformers]'"
         ) from error
-    if int(__version__.split(".")[0]) < 5:
-        raise ImportError(f"register_transformers() needs transformers 5 or newer, got {__version__}")
+    if tuple(map(int, __version__.split(".")[:2])) < (5, 12):
+        raise ImportError(f"register_transformers() needs transformers 5.12 or newer, got {__version__}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, masks.mask_intervals)
 
@@ -274,10 +274,9 @@ def _is_chosen(module: nn.Module, layers: Any) -> bool:
     _check_layers("continuous_layers", layers)
     if layers == "all" or len(layers) == 0:
         return layers == "all"
-    place = getattr(module, PLACE, None)
-    if place is None:
-        place = getattr(module, "layer_idx", None), getattr(module.config, "num_hidden_layers", None)
-    index, count = place  # pyright: ignore[reportGeneralTypeIssues]
+    index, count = getattr(module, PLACE, (None, None))
+    if index is None and not module.config.is_encoder_decoder:  # pyright: ignore[reportAttributeAccessIssue]
+        index, count = getattr(module, "layer_idx", None), getattr(module.config, "num_hidden_layers", None)
     if index is None or count is None:
         raise ValueError(
             f"{type(module).__name__} doesn't know which layer it is, and the config has continuous_layers={layers!r}: "
@@ -331,11 +330,14 @@ def switch_to_continuous(
             aren't checked.
 
     Raises:
+        TypeError: the model isn't one of transformers.
         ValueError: a choice is wrong, an index has no layer, or the model doesn't run on the example.
         NotImplementedError: a layer computes attention by itself, or asks for something that can't be continuous. The
             model is then as it was before.
     """
     register_transformers()
+    if not hasattr(model, "set_attn_implementation"):
+        raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     _check_layers("layers", layers)
     choices = (*BOUNDARIES, "learned")
     if boundary not in choices:
@@ -405,8 +407,13 @@ def load_continuous(path: Any, *, model_class: Any = None, example: dict[str, An
     boundary = getattr(config, "continuous_boundary", "zero")
     shapes = getattr(config, "continuous_boundary_shapes", {})
     loader = _with_boundaries(model_class, shapes) if boundary == "learned" else model_class
-    model = loader.from_pretrained(path, config=config, attn_implementation=NAME, **kwargs)
+    how = {"config": config, "attn_implementation": NAME, "output_loading_info": True, **kwargs}
+    model, info = loader.from_pretrained(path, **how)
     model.__class__ = model_class
+    with torch.no_grad():
+        for name in info["missing_keys"]:
+            if name.endswith((".boundary_key", ".boundary_value")):
+                model.get_parameter(name).zero_()
     switch_to_continuous(model, layers=layers, boundary=boundary, example=example)
     return model
 
@@ -549,12 +556,6 @@ def _with_boundaries(model_class: Any, shapes: dict[str, list[int]]) -> Any:
                 # A model with a head calls its base model by the prefix, the base model alone doesn't.
                 module = modules.get(name) or modules.get(prefix + name) or modules[name.removeprefix(prefix)]
                 _add_boundary(module, shape)
-
-        def _init_weights(self, module: nn.Module) -> None:
-            super()._init_weights(module)
-            for name in ("boundary_key", "boundary_value"):
-                if name in module._parameters:
-                    nn.init.zeros_(module._parameters[name])  # pyright: ignore[reportArgumentType]
 
     WithBoundaries.__name__ = model_class.__name__
     return WithBoundaries
