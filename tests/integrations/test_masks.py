@@ -81,10 +81,10 @@ def asked(function: str, padding: str, place: str, **more: Any) -> dict[str, Any
     }
 
 
-def visible(mask: Tensor | None, request: dict[str, Any]) -> Tensor:
+def visible(mask: Tensor, request: dict[str, Any]) -> Tensor:
     """The boolean mask (B, Lq, Lk) that was meant."""
     q_length, kv_length = request["q_length"], request["kv_length"]
-    if mask is None:
+    if masks.is_plainly_causal(mask, q_length):
         return torch.ones(2, q_length, kv_length, dtype=torch.bool).tril(kv_length - q_length)
     intervals = masks.unmark(mask, q_length)
     assert intervals is not None
@@ -96,27 +96,25 @@ def visible(mask: Tensor | None, request: dict[str, Any]) -> Tensor:
     ("function", "place"), [(f, p) for f in FUNCTIONS for p in PLACES if p == "whole" or not f.startswith("packed")]
 )
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("skip", [False, True], ids=["", "skip allowed"])
 def test_the_direct_way_says_what_the_dense_mask_says(
-    function: str, padding: str, place: str, skip: bool, monkeypatch: pytest.MonkeyPatch
+    function: str, padding: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = asked(function, padding, place, allow_is_causal_skip=skip)
-    dense = sdpa_mask(**{**request, "allow_is_causal_skip": False})
+    request = asked(function, padding, place)
+    dense = sdpa_mask(**request, allow_is_causal_skip=False)
     assert dense is not None
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)  # so that nothing dense can be made
     mask = masks.mask_intervals(**request)
     assert torch.equal(visible(mask, request), dense[:, 0])
-    if mask is None:
-        assert skip
+    if masks.is_plainly_causal(mask, request["q_length"]):
         assert function == "causal"
 
 
-def test_plain_causality_needs_no_mask() -> None:
-    for place in ("whole", "decode"):
-        assert masks.mask_intervals(**asked("causal", "no padding", place, allow_is_causal_skip=True)) is None
-        assert masks.mask_intervals(**asked("causal", "nothing padded", place, allow_is_causal_skip=True)) is None
-    for place in ("chunk", "static cache", "sliding cache"):
-        assert masks.mask_intervals(**asked("causal", "no padding", place, allow_is_causal_skip=True)) is not None
+def test_plain_causality_needs_no_intervals() -> None:
+    for place in PLACES:
+        for padding in PADDINGS:
+            mask = masks.mask_intervals(**asked("causal", padding, place))
+            plain = place in ("whole", "decode") and padding in ("no padding", "nothing padded")
+            assert masks.is_plainly_causal(mask, PLACES[place][0]) == plain
 
 
 @pytest.mark.parametrize("blocks", [[-1, -1, 0, 0, 0, -1, 1, 1, -1], [0, 0, 0, -1, -1, -1, -1, 1, 1]])
@@ -147,7 +145,6 @@ def test_a_hole_in_the_padding_stays_a_mask_and_warns() -> None:
     dense = sdpa_mask(**request, allow_is_causal_skip=False)
     with pytest.warns(UserWarning, match="hole in the padding"):
         mask = masks.mask_intervals(**request)
-    assert mask is not None
     assert dense is not None
     assert torch.equal(mask, dense)
 

@@ -24,6 +24,7 @@ from transformers import (
     CLIPConfig,
     Gemma2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     SiglipVisionConfig,
     StaticCache,
@@ -595,6 +596,30 @@ def test_packed_positions_count_with_and_without_a_cache(how: dict[str, Any], co
     with torch.no_grad():
         packed = forward(input_ids=ids, position_ids=positions, **how).logits
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-4)
+
+
+def test_packing_that_would_be_ignored_raises() -> None:
+    # Llama 4 doesn't tell its attention layers the positions.
+    config = Llama4TextConfig(
+        **SIZES,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        attention_chunk_size=4,
+        no_rope_layers=[1] * 4,
+    )
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), tokens(1, 9)
+    for _ in range(2):
+        switch_to_continuous(model)
+    assert len(model._forward_pre_hooks) == 1
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    with pytest.raises(ValueError, match=r"Llama4ForCausalLM ignores packed position_ids .* pass use_cache=False"):
+        logits(model, ids, position_ids=positions)
+    logits(model, ids, position_ids=positions, use_cache=False)
+    logits(model, ids, position_ids=torch.arange(9)[None])
+    logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    model.set_attn_implementation("sdpa")
+    logits(model, ids, position_ids=positions)
 
 
 def test_cu_seq_lens_that_dont_fit_are_named() -> None:

@@ -24,16 +24,16 @@ from continuous_attention import intervals as iv
 FARTHEST = 2**40  # more than any length, and far from the largest int64
 
 
-def mask_intervals(**asked: Any) -> Tensor | None:
+def mask_intervals(**asked: Any) -> Tensor:
     """The mask function that transformers calls once per forward and kind of mask: which nodes each query sees.
 
     Args:
         **asked: batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask (B, Lk) or None,
-            allow_is_causal_skip, device, and whatever else transformers gives its own mask functions.
+            device, and whatever else transformers gives its own mask functions.
 
     Returns:
-        None where each query sees just the nodes up to its own, and transformers allows to say so. Otherwise what
-        `mark` makes of the intervals, or a boolean mask (B, 1, Lq, Lk), True = visible, where a row has a gap.
+        What `mark` makes of the intervals, or a boolean mask (B, 1, Lq, Lk), True = visible, where a row has a gap.
+        Where each query sees just the nodes up to its own, and the last one all, a mask that `is_plainly_causal` knows.
 
     Raises:
         NotImplementedError: the model doesn't ask transformers' attention interface.
@@ -59,8 +59,8 @@ def mask_intervals(**asked: Any) -> Tensor | None:
                 stacklevel=2,
             )
             return mask
-    elif _is_plainly_causal(asked):
-        return None
+    elif _hides_nothing_but_later_nodes(asked):
+        return torch.empty(asked["batch_size"], 1, asked["q_length"] + 1, 0, dtype=torch.int64, device=intervals.device)
     return mark(intervals)
 
 
@@ -78,6 +78,11 @@ def unmark(mask: Tensor, query_length: int) -> Tensor | None:
     if mask.dtype != torch.int64 or mask.shape[-2:] != (query_length + 1, 2):
         return None
     return mask[:, 0, 1:]
+
+
+def is_plainly_causal(mask: Tensor, query_length: int) -> bool:
+    """Whether this is the mask that stands for plain causality; its shape says so, so nothing has to be read."""
+    return mask.dtype == torch.int64 and mask.shape[-2:] == (query_length + 1, 0)
 
 
 def of_position_ids(position_ids: Tensor, intervals: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -123,16 +128,14 @@ def _direct(asked: dict[str, Any]) -> Tensor | None:
     return (seen - first).clamp(0, nodes).expand(asked["batch_size"], -1, -1)
 
 
-def _is_plainly_causal(asked: dict[str, Any]) -> bool:
-    """Whether `is_causal` says it all: nothing is hidden but what comes later, and no query stands elsewhere."""
+def _hides_nothing_but_later_nodes(asked: dict[str, Any]) -> bool:
     from transformers.masking_utils import causal_mask_function
 
-    padding, (q_length, nodes) = asked.get("attention_mask"), (asked["q_length"], asked["kv_length"])
-    if asked["mask_function"] is not causal_mask_function or not asked.get("allow_is_causal_skip", False):
+    padding, q_length, nodes = asked.get("attention_mask"), asked["q_length"], asked["kv_length"]
+    if asked["mask_function"] is not causal_mask_function or q_length not in (1, nodes):
         return False
     offset = asked.get("q_offset", 0)
-    stands_last = isinstance(offset, int) and offset + q_length == nodes + asked.get("kv_offset", 0)
-    if not stands_last or q_length not in (1, nodes):
+    if not isinstance(offset, int) or offset + q_length != nodes + asked.get("kv_offset", 0):
         return False
     return padding is None or bool(padding.all())
 

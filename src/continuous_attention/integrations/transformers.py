@@ -93,7 +93,7 @@ def attention_forward(
         query: (B, Hq, Lq, D).
         key: (B, Hkv, Lk, D).
         value: (B, Hkv, Lk, Dv).
-        attention_mask: what `masks.mask_intervals` returned, or a user's own mask with four dims: boolean, or additive
+        attention_mask: what `masks.mask_intervals` made, or a user's own mask with four dims: boolean, or additive
             with nothing but 0 and −inf (or the dtype's lowest number).
         scaling: factor of the scores.
         dropout: must be 0.
@@ -125,7 +125,7 @@ def attention_forward(
     if kwargs.get("output_attentions"):
         raise NotImplementedError(f"{layer} asks for output_attentions; continuous attention has no weights per token")
     if _witness is not None:
-        _witness(module, key, value)
+        _witness(module, key, value, position_ids is not None)
 
     boundary = _boundary(module)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -188,7 +188,9 @@ def _resolve(tensors: _Tensors, numbers: _Numbers) -> _Seen:
     attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k = tensors
     query_length, key_length, device, causal, sliding_window, layer = numbers
     intervals = mask = None
-    if attention_mask is not None:
+    if attention_mask is not None and masks.is_plainly_causal(attention_mask, query_length):
+        causal = query_length > 1
+    elif attention_mask is not None:
         causal = False
         intervals = masks.unmark(attention_mask, query_length)
         if intervals is None:
@@ -301,7 +303,8 @@ def _check_layers(name: str, layers: Any) -> None:
 # ---- Switching and loading
 
 PLACE = "_continuous_place"  # attribute of an attention module: its index in its stack of layers, and their number
-_witness: Callable[[nn.Module, Tensor, Tensor], None] | None = None  # hears of every call while a switch is checked
+# Hears of every call while a switch is checked: the module, its key and value, and whether it was told positions.
+_witness: Callable[[nn.Module, Tensor, Tensor, bool], None] | None = None
 
 
 def switch_to_continuous(
@@ -352,7 +355,7 @@ def switch_to_continuous(
         model.set_attn_implementation(NAME)
         for config in configs:
             config.continuous_layers, config.continuous_boundary = "all", "zero"
-        called = _run_checked(model, example)
+        called, told_positions = _run_checked(model, example)
         places = _places(model, called)
         for index in () if isinstance(layers, str) else layers:
             if not any(-count <= index < count for _, count in places.values()):
@@ -361,6 +364,8 @@ def switch_to_continuous(
 
     for module, place in places.items():
         setattr(module, PLACE, place)
+    if not told_positions and _refuse_packing_with_a_cache not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_packing_with_a_cache, with_kwargs=True)
     shapes = _place_boundaries(model, called, layers if boundary == "learned" else [])
     for config in configs:
         config.continuous_layers = layers if isinstance(layers, str) else list(layers)
@@ -436,15 +441,35 @@ def _restored_after_errors(configs: list[Any]) -> Iterator[None]:
         raise
 
 
-def _run_checked(model: Any, example: dict[str, Any] | None) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """Run the model once and return the attention modules in order, each with a key and a value that it had."""
+def _refuse_packing_with_a_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where transformers ignores packed position_ids and the attention layers aren't told of them."""
+    positions, use_cache = kwargs.get("position_ids"), kwargs.get("use_cache")
+    if positions is None or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
+        return
+    if use_cache is None:
+        use_cache = getattr(model.config.get_text_config(), "use_cache", False)
+    if use_cache and model.config._attn_implementation == NAME and bool((positions[..., 1:] == 0).any()):
+        raise ValueError(
+            f"{type(model).__name__} ignores packed position_ids (they begin again with 0) when it uses a cache: pass "
+            "use_cache=False"
+        )
+
+
+def _run_checked(model: Any, example: dict[str, Any] | None) -> tuple[dict[nn.Module, tuple[Tensor, Tensor]], bool]:
+    """Run the model once.
+
+    Returns:
+        The attention modules in order, each with a key and a value that it had; and whether all were told position_ids.
+    """
     global _witness
     ran: Counter[nn.Module] = Counter()
     asked: Counter[nn.Module] = Counter()
     called: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    told: list[bool] = []
 
-    def witness(module: nn.Module, key: Tensor, value: Tensor) -> None:
+    def witness(module: nn.Module, key: Tensor, value: Tensor, told_positions: bool) -> None:
         asked[module] += 1
+        told.append(told_positions)
         called.setdefault(module, (key, value))
 
     modes = {module: module.training for module in model.modules()}
@@ -479,7 +504,7 @@ def _run_checked(model: Any, example: dict[str, Any] | None) -> dict[nn.Module, 
             )
     if not called:
         raise NotImplementedError(f"no layer of {type(model).__name__} asks transformers' attention interface")
-    return called
+    return called, all(told)
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
