@@ -42,6 +42,13 @@ COMMANDS = (
         packages=("accelerate", "bible", "matplotlib", "rich", "tokenizers", "transformers", "tyro"),
     ),
     Command(
+        name="experiment switch",
+        summary="switch a pretrained softmax model to continuous attention, and train both on",
+        module="continuous_attention.experiments.switch",
+        extra="experiments",
+        packages=("accelerate", "bible", "gguf", "matplotlib", "rich", "tokenizers", "transformers", "tyro"),
+    ),
+    Command(
         name="info",
         summary="show the versions, and which kernels are there",
         module="continuous_attention.info",

@@ -1,13 +1,11 @@
 import json
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from commands import Interrupt, prose, refuse, snapshot, without_seconds
 
 from continuous_attention import cli
 from continuous_attention.experiments import corpus as corpora
@@ -28,21 +26,6 @@ TINY = {
 }
 
 
-def prose(seed: int, words: int = 400) -> str:
-    generator = random.Random(seed)
-    return " ".join(generator.choice(["the", "sea", "König", "rose", "and", "fell", "…"]) for _ in range(words))
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> list[Path]:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    paths = [folder / "one.txt", folder / "two.txt"]
-    for seed, path in enumerate(paths):
-        path.write_text(prose(seed), encoding="utf-8")
-    return paths
-
-
 def flags(texts: list[Path], out: Path, **changed: object) -> list[str]:
     arguments = ["experiment", "language", "--out", str(out), "--text", *map(str, texts)]
     for name, value in {**TINY, **changed}.items():
@@ -53,14 +36,6 @@ def flags(texts: list[Path], out: Path, **changed: object) -> list[str]:
 def tiny(**changed: Any) -> LanguageConfig:
     settings: dict[str, Any] = {**TINY, **changed}
     return replace(PRESETS["quick"], **settings)
-
-
-def snapshot(folder: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
-
-
-def without_seconds(out: Path) -> list[report.Point]:
-    return [replace(point, seconds=0.0) for point in report.read_metrics(out)]
 
 
 # ---- Command line
@@ -217,19 +192,6 @@ def test_a_run_is_what_its_name_says(run: str) -> None:
 # ---- The whole experiment
 
 
-@pytest.fixture
-def batches() -> Iterator[list[torch.Tensor]]:
-    """The token batches that models in training mode have seen."""
-    seen: list[torch.Tensor] = []
-
-    def see(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(module, torch.nn.Embedding) and module.training:
-            seen.append(inputs[0].clone())
-
-    with register_module_forward_pre_hook(see):
-        yield seen
-
-
 def test_an_experiment_from_end_to_end(
     tmp_path: Path, texts: list[Path], batches: list[torch.Tensor], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,18 +246,6 @@ def test_an_experiment_from_end_to_end(
     assert without_seconds(tmp_path / "again") == without_seconds(out)
 
 
-class Interrupt:
-    """Press Ctrl-C in one training step, counted over all runs."""
-
-    def __init__(self, step: int) -> None:
-        self.remaining = step
-
-    def __call__(self, optimizer: Any, *_: Any) -> None:
-        self.remaining -= 1
-        if self.remaining == 0:
-            raise KeyboardInterrupt
-
-
 def test_an_interrupted_experiment_resumes_to_the_same_numbers(
     tmp_path: Path, texts: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,18 +294,6 @@ def test_metrics_that_were_lost_come_back_from_the_checkpoint(tmp_path: Path, te
     report.write_metrics(out, points[:-1])
     assert cli.main([*flags(texts, out), "--resume"]) == 0
     assert report.read_metrics(out) == points
-
-
-def refuse(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Expect one line on stderr, exit code 2, and no file touched."""
-    before = snapshot(tmp_path)
-    assert cli.main(arguments) == 2
-    printed, errors = capsys.readouterr()
-    assert printed == ""
-    (line,) = errors.splitlines()
-    assert line.startswith("continuous-attention: ")
-    assert message in line
-    assert snapshot(tmp_path) == before
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,24 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VALIDATION_SHARE = 0.1
+
+# Modules whose docstrings are prose, are long, and hardly depend on the machine.
+DOCUMENTED = (
+    *(
+        "argparse",
+        "collections",
+        "csv",
+        "datetime",
+        "decimal",
+        "fractions",
+        "functools",
+        "itertools",
+        "json",
+        "logging",
+    ),
+    *("math", "pathlib", "random", "re", "shutil", "statistics", "string", "subprocess", "tarfile", "textwrap"),
+    *("threading", "unittest", "zipfile"),
+)
 
 
 def read_documents(paths: Sequence[Path]) -> list[str]:
@@ -54,6 +74,32 @@ def _read_bible() -> list[str]:
     return ["\n".join(verses) for verses in books.values()]
 
 
+def read_docstrings() -> list[str]:
+    """Return the docstrings of the standard library, one document for each module of DOCUMENTED."""
+    return [_docstrings(name) for name in DOCUMENTED]
+
+
+def _docstrings(module: str) -> str:
+    documented = import_module(module)
+    parts = [inspect.getdoc(documented) or ""]
+    for name, thing in _public(documented):
+        parts.append(f"{name}\n{inspect.cleandoc(thing.__doc__)}")
+        if inspect.isclass(thing):
+            parts += [f"{name}.{part}\n{inspect.cleandoc(member.__doc__)}" for part, member in _public(thing)]
+    return "\n\n".join(parts)
+
+
+def _public(owner: object) -> list[tuple[str, Any]]:
+    """The classes, functions and properties with a docstring of their own, by name."""
+    return [
+        (name, thing)
+        for name, thing in sorted(vars(owner).items())
+        if not name.startswith("_")
+        and (inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, property))
+        and isinstance(thing.__doc__, str)
+    ]
+
+
 def split(document: str) -> tuple[str, str]:
     """Return the training part of a document and its last tenth, for validation, cut between two words."""
     limit = int(len(document) * (1 - VALIDATION_SHARE))
@@ -82,6 +128,12 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def encode(tokenizer: Tokenizer, parts: Sequence[str]) -> Tensor:
+    """Return the tokens of all parts, one after the other."""
+    encoded = tokenizer.encode_batch(list(parts), add_special_tokens=False)
+    return torch.tensor([token for part in encoded for token in part.ids], dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class Windows(Dataset[dict[str, Tensor]]):
     """Windows of one token stream, in the given order.
@@ -102,6 +154,36 @@ class Windows(Dataset[dict[str, Tensor]]):
         start = int(self.order[index]) * (self.context - 1)
         window = self.tokens[start : start + self.context].long()
         return {"input_ids": window, "labels": window}
+
+
+def training_windows(tokens: Tensor, *, context: int, steps: int, batch_size: int, seed: int) -> Windows:
+    """Return `steps` batches of shuffled windows, epoch after epoch; raise UserError if there is not one batch."""
+    available = _available("training", tokens, context, batch_size)
+    generator = torch.Generator().manual_seed(seed)
+    wanted = steps * batch_size
+    epochs = -(-wanted // available)
+    order = torch.cat([torch.randperm(available, generator=generator) for _ in range(epochs)])[:wanted]
+    return Windows(tokens, context, order)
+
+
+def validation_windows(tokens: Tensor, *, context: int, batch_size: int, eval_windows: int) -> Windows:
+    """Return windows spread evenly over the text; raise UserError if there is not one batch.
+
+    Whole batches only, so that the mean over batches is the mean over tokens.
+    """
+    available = _available("validation", tokens, context, batch_size)
+    count = min(available, eval_windows) // batch_size * batch_size
+    return Windows(tokens, context, torch.arange(count) * available // count)
+
+
+def _available(name: str, tokens: Tensor, context: int, batch_size: int) -> int:
+    windows = max(0, len(tokens) - 1) // (context - 1)
+    if windows < batch_size:
+        raise UserError(
+            f"the text is too short: it gives {windows} {name} windows of {context} tokens, "
+            f"and one batch takes {batch_size}"
+        )
+    return windows
 
 
 @dataclass(frozen=True)
@@ -157,41 +239,22 @@ def prepare_corpus(
     train_parts, validation_parts = zip(*map(split, documents), strict=True)
     tokenizer = Tokenizer.from_str(saved) if saved else train_tokenizer(train_parts, vocab_size)
 
-    def encode(parts: Sequence[str]) -> Tensor:
-        encoded = tokenizer.encode_batch(list(parts))
-        return torch.tensor([token for part in encoded for token in part.ids], dtype=torch.int32)
-
-    train, validation = encode(train_parts), encode(validation_parts)
-    available = {
-        name: max(0, len(tokens) - 1) // (context - 1)
-        for name, tokens in (("training", train), ("validation", validation))
-    }
-    for name, windows in available.items():
-        if windows < batch_size:
-            raise UserError(
-                f"the text is too short: it gives {windows} {name} windows of {context} tokens, "
-                f"and one batch takes {batch_size}"
-            )
-
-    generator = torch.Generator().manual_seed(seed)
-    wanted = steps * batch_size
-    epochs = -(-wanted // available["training"])
-    order = torch.cat([torch.randperm(available["training"], generator=generator) for _ in range(epochs)])[:wanted]
-    # Whole batches only, so that the mean over batches is the mean over tokens.
-    count = min(available["validation"], eval_windows) // batch_size * batch_size
-    spread = torch.arange(count) * available["validation"] // count
-    validation_windows = Windows(validation, context, spread)
+    train_tokens, validation_tokens = encode(tokenizer, train_parts), encode(tokenizer, validation_parts)
+    train = training_windows(train_tokens, context=context, steps=steps, batch_size=batch_size, seed=seed)
+    validation = validation_windows(
+        validation_tokens, context=context, batch_size=batch_size, eval_windows=eval_windows
+    )
 
     # A byte-level token is written with one character for each of its bytes.
     symbols = tokenizer.get_vocab()
     lengths = torch.tensor([len(symbol) for symbol in sorted(symbols, key=symbols.__getitem__)])
-    targets = torch.cat([window["labels"][1:] for window in map(validation_windows.__getitem__, range(count))])
+    targets = torch.cat([validation[index]["labels"][1:] for index in range(len(validation))])
     return Corpus(
         tokenizer=tokenizer.to_str(pretty=True),
         vocab_size=tokenizer.get_vocab_size(),
-        train=Windows(train, context, order),
-        validation=validation_windows,
-        train_tokens=len(train),
+        train=train,
+        validation=validation,
+        train_tokens=len(train_tokens),
         validation_targets=len(targets),
         validation_bytes=int(lengths[targets].sum()),
     )

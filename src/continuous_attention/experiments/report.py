@@ -14,13 +14,17 @@ import math
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CONFIG, METRICS, PLOT, REPORT = "config.json", "metrics.csv", "loss.png", "report.md"
 
@@ -124,7 +128,7 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-# ---- metrics.csv
+# ---- Tables on disk: metrics.csv
 
 
 @dataclass(frozen=True)
@@ -145,31 +149,34 @@ class Point:
 
 def write_metrics(out: Path, points: Sequence[Point]) -> None:
     """Replace metrics.csv."""
-    text = io.StringIO()
-    rows = csv.DictWriter(text, [field.name for field in fields(Point)], lineterminator="\n")
-    rows.writeheader()
-    rows.writerows(asdict(point) for point in points)
-    replace(out / METRICS, text.getvalue().encode())
+    write_rows(out / METRICS, Point, points)
 
 
 def read_metrics(out: Path) -> list[Point]:
     """Return the rows of metrics.csv, none if there is no file yet."""
-    path = out / METRICS
+    return read_rows(out / METRICS, Point)
+
+
+Row = TypeVar("Row")
+
+
+def write_rows(path: Path, kind: type[Row], rows: Sequence[Row]) -> None:
+    """Replace a CSV file whose rows are instances of a dataclass."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, list(get_type_hints(kind)), lineterminator="\n")
+    table.writeheader()
+    table.writerows(vars(row) for row in rows)
+    replace(path, text.getvalue().encode())
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Return the rows of a CSV file as instances of a dataclass, none if there is no file yet."""
     if not path.exists():
         return []
+    columns = get_type_hints(kind)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [
-                Point(
-                    run=row["run"],
-                    step=int(row["step"]),
-                    tokens=int(row["tokens"]),
-                    train_loss=float(row["train_loss"]),
-                    eval_loss=float(row["eval_loss"]),
-                    seconds=float(row["seconds"]),
-                )
-                for row in csv.DictReader(file)
-            ]
+            return [kind(**{name: to(row[name]) for name, to in columns.items()}) for row in csv.DictReader(file)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
 
@@ -241,12 +248,8 @@ def plot_losses(out: Path, points: Sequence[Point], baseline: str, title: str) -
 
     Runs are named `<attention>-<positions>`: the attention gives the colour, the positions the line style.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     runs = curves(points)
-    figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = new_figure(10, 4.6, panels=2)
     for run, curve in runs.items():
         attention, _, positions = run.partition("-")
         style: dict[str, Any] = {
@@ -266,11 +269,27 @@ def plot_losses(out: Path, points: Sequence[Point], baseline: str, title: str) -
     right.set_ylabel("nats per token")
     for axes in (left, right):
         axes.set_xlabel("training step")
+    figure.suptitle(title)
+    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False, handlelength=3.2)
+    save_figure(out, figure)
+
+
+def new_figure(width: float, height: float, panels: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure with panels side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    row = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in row:
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
-    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False, handlelength=3.2)
+    return figure, row
+
+
+def save_figure(out: Path, figure: Figure) -> None:
+    """Replace loss.png."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
