@@ -73,10 +73,10 @@ class SwitchConfig(TrainingConfig):
     boundary zero, none, repeat, half or learned; with -late at the end it is softmax for the first half."""
     layers: tuple[Layers, ...] = LAYERS
     """Layers whose jump is measured."""
-    boundaries: tuple[Boundary, ...] = ("zero", "none", "repeat", "half")
+    boundaries: tuple[Boundary, ...] = ("zero", "none", "repeat")
     """Boundaries whose jump is measured, with each choice of layers."""
     context: int = 512
-    steps: int = 24
+    steps: int = 18
     batch_size: int = 1
     learning_rate: float = 5e-5
     schedule: Literal["constant", "cosine"] = "constant"
