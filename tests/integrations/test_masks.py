@@ -175,6 +175,16 @@ def test_marked_intervals_come_back() -> None:
 
 
 class TestDocumentsByPosition:
+    def test_positions_may_begin_anywhere(self) -> None:
+        cut, packed = masks.of_position_ids(torch.tensor([[3, 4, 5, 3, 4, 1, 1]]), None, 0)
+        assert packed
+        assert cut[0, :, 0].tolist() == [0, 0, 0, 3, 3, 5, 6]
+
+    def test_a_jump_ahead_begins_none(self) -> None:
+        cut, packed = masks.of_position_ids(torch.tensor([[0, 1, 5, 6]]), None, 0)
+        assert not packed
+        assert cut[0, :, 0].tolist() == [0] * 4
+
     def test_a_position_zero_begins_one(self) -> None:
         cut, packed = masks.of_position_ids(POSITIONS, None, 0)
         assert packed

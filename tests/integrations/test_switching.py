@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
+    BeitConfig,
     BloomConfig,
     CLIPConfig,
     Gemma2Config,
@@ -291,6 +292,10 @@ CANT: dict[str, tuple[Callable[[], Any], str]] = {
             T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=1, num_heads=HEADS)
         ),
         "T5Attention passes position_bias",
+    ),
+    "a mask that it adds to": (
+        lambda: AutoModel.from_config(BeitConfig(**VISION, use_relative_position_bias=True)),
+        "BeitModel (runs with|computes)",
     ),
     "one layer of its own": (
         lambda: AutoModel.from_config(SiglipVisionConfig(**VISION)),

@@ -86,7 +86,7 @@ def is_plainly_causal(mask: Tensor, query_length: int) -> bool:
 
 
 def of_position_ids(position_ids: Tensor, intervals: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Packed documents: one begins at each query with position 0 that would see the node before its own.
+    """Packed documents: one begins where the position doesn't rise, at a query that would see the node before its own.
 
     Args:
         position_ids: (B, Lq).
@@ -97,7 +97,7 @@ def of_position_ids(position_ids: Tensor, intervals: Tensor | None, offset: int 
         intervals (B, Lq, 2) from each document's first node on, and a boolean scalar: a document begins at some query.
     """
     node = torch.arange(position_ids.shape[1], device=position_ids.device) + offset
-    begins = (position_ids == 0) & (node > 0)
+    begins = F.pad(position_ids.diff(dim=-1) <= 0, (1, 0))
     if intervals is not None:
         begins = begins & (intervals[..., 0] < node) & (node <= intervals[..., 1])
     first = torch.where(begins, node, 0).cummax(-1).values
