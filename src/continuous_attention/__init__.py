@@ -5,6 +5,7 @@ from continuous_attention.integrations.transformers import (
     load_continuous,
     register_transformers,
     switch_to_continuous,
+    switch_to_softmax,
 )
 from continuous_attention.nn import ContinuousMultiheadAttention
 
@@ -16,5 +17,6 @@ __all__ = [
     "merge",
     "register_transformers",
     "switch_to_continuous",
+    "switch_to_softmax",
 ]
 __version__ = "0.1.0"

@@ -36,7 +36,7 @@ from transformers import (
     WhisperConfig,
 )
 
-from continuous_attention import load_continuous, register_transformers, switch_to_continuous
+from continuous_attention import load_continuous, register_transformers, switch_to_continuous, switch_to_softmax
 from continuous_attention.integrations import transformers as bridge
 
 register_transformers()
@@ -214,6 +214,20 @@ def test_the_modes_of_training_stay() -> None:
     modes = {name: module.training for name, module in model.named_modules()}
     switch_to_continuous(model)
     assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_switching_back_leaves_nothing_continuous(implementation: str, tmp_path: Path) -> None:
+    ids, model = tokens(), make()
+    softmax, config = logits(model, ids), model.config.to_dict()
+    switch_to_continuous(model, layers="odd", boundary="learned")
+    switch_to_softmax(model, implementation)
+    assert model.config._attn_implementation == implementation
+    assert model.config.to_dict() == config
+    assert not boundaries(model)
+    torch.testing.assert_close(logits(model, ids), softmax, rtol=1e-5, atol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert "continuous" not in (tmp_path / "config.json").read_text()
 
 
 # Models whose layers don't know their index, and stacks of layers.

