@@ -133,13 +133,19 @@ def test_each_layer_runs_what_was_chosen(choice: str, boundary: str, monkeypatch
     assert len(boundaries(model)) == (2 * len(chosen) if boundary == "learned" else 0)
 
 
-@pytest.mark.parametrize("boundary", ["zero", "learned"])
-def test_a_config_alone_chooses_too(boundary: str) -> None:
+def test_a_config_alone_chooses_the_boundary() -> None:
     ids, model, other = tokens(), make(), make()
-    switch_to_continuous(model, layers="odd", boundary="none")
-    other.config.continuous_layers, other.config.continuous_boundary = "odd", "none"
+    switch_to_continuous(model, boundary="none")
+    other.config.continuous_boundary = "none"
     other.set_attn_implementation("continuous")
     assert torch.equal(logits(other, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("layers", ["upper", "odd"])
+def test_a_choice_of_no_layer_raises(layers: str) -> None:
+    model = make(num_hidden_layers=1)
+    with pytest.raises(ValueError, match=f"layers='{layers}' chooses none of the 1 attention layers"):
+        switch_to_continuous(model, layers=layers)
 
 
 def test_learned_nodes_start_as_the_zero_node_and_matter() -> None:
@@ -176,6 +182,7 @@ def test_switching_again_keeps_what_was_learned_and_forgets_what_isnt_wanted() -
         ({"layers": "top"}, "layers must be 'all', 'upper', 'odd' or a list of layer indices, got 'top'"),
         ({"layers": 1}, "layers must be .* got 1"),
         ({"layers": [0.5]}, "layers must be .* got"),
+        ({"layers": [True, False]}, "layers must be .* got"),
         ({"layers": [0, 4]}, "index 4, and the model 4 layers"),
         ({"layers": [-5]}, "index -5, and the model 4 layers"),
         ({"boundary": "one"}, "boundary must be 'zero', .*'learned', got 'one'|boundary must be one of .* got 'one'"),
@@ -194,12 +201,14 @@ def test_wrong_choices_change_nothing(choice: dict[str, Any], message: str) -> N
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("name", "value"), [("continuous_layers", "top"), ("continuous_boundary", "one")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("continuous_layers", "top"), ("continuous_boundary", "one"), ("continuous_boundary", None)]
+)
 def test_wrong_choices_in_a_config_are_named(name: str, value: str) -> None:
     model = make()
     setattr(model.config, name, value)
     model.set_attn_implementation("continuous")
-    with pytest.raises(ValueError, match=f"{name.removeprefix('continuous_')}.*{value}"):
+    with pytest.raises(ValueError, match=f"{name} must be .*{value}"):
         logits(model, tokens())
 
 
@@ -396,10 +405,10 @@ def test_saving_and_loading_gives_the_same_model(layers: Any, boundary: str, tmp
     assert loaded.config.continuous_boundary == boundary
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load_continuous(tmp_path / "again"), ids), logits(model, ids))
-    if boundary == "none":
+    if (boundary, layers) == ("none", "all"):
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), ids), logits(model, ids))
     else:
-        with pytest.raises(ValueError, match=r"no boundary_key: load the model with load_continuous\(path\)"):
+        with pytest.raises(ValueError, match=r"load_continuous\(path\)"):
             logits(AutoModelForCausalLM.from_pretrained(tmp_path), ids)
 
 
@@ -639,6 +648,47 @@ def test_packing_that_would_be_ignored_raises() -> None:
     logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
     model.set_attn_implementation("sdpa")
     logits(model, ids, position_ids=positions)
+
+
+@pytest.mark.parametrize("hole", [3, 4])
+@pytest.mark.filterwarnings("ignore:a mask with gaps")
+def test_packed_positions_count_beside_a_hole_in_the_padding(hole: int) -> None:
+    model, ids = make(), tokens(2, 10)
+    switch_to_continuous(model)
+    positions = torch.arange(5).repeat(2)[None].expand(2, -1)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, hole] = 0
+    packed = logits(model, ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    alone = torch.cat([logits(model, ids[:, :5]), logits(model, ids[:, 5:])], dim=1)
+    torch.testing.assert_close(packed[0], alone[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(packed[1, 5:], alone[1, 5:], rtol=1e-5, atol=1e-4)
+
+
+def test_packed_positions_count_in_a_compiled_forward_with_a_static_cache() -> None:
+    model, ids = make(), tokens(1, 10)
+    switch_to_continuous(model)
+    positions = torch.arange(5).repeat(2)[None]
+    alone = torch.cat([logits(model, ids[:, :5]), logits(model, ids[:, 5:])], dim=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        packed = compiled(input_ids=ids, position_ids=positions, cache=cache).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-4)
+
+
+def test_one_of_two_cu_seq_lens_raises() -> None:
+    model = make()
+    switch_to_continuous(model)
+    with pytest.raises(ValueError, match="one of cu_seq_lens_q and cu_seq_lens_k without the other"):
+        model(tokens(1, 9), cu_seq_lens_q=torch.tensor([0, 3, 9]))
+
+
+def test_a_mask_shorter_than_the_keys_raises() -> None:
+    model = make()
+    switch_to_continuous(model)
+    with pytest.raises(ValueError, match=r"mask of LlamaAttention must be as long as its keys, 9, got shape"):
+        model(tokens(1, 9), attention_mask=torch.ones(1, 1, 9, 7, dtype=torch.bool).tril())
 
 
 def test_cu_seq_lens_that_dont_fit_are_named() -> None:

@@ -86,11 +86,11 @@ def is_plainly_causal(mask: Tensor, query_length: int) -> bool:
 
 
 def of_position_ids(position_ids: Tensor, intervals: Tensor | None, offset: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Packed documents: one begins where the position doesn't rise, at a query that would see the node before its own.
+    """Packed documents: one begins where the position doesn't rise, at a query that sees its own node and others.
 
     Args:
         position_ids: (B, Lq).
-        intervals: (B, Lq, 2), what the queries see otherwise; None for all up to their own node.
+        intervals: (B, Lq, 2), from the first to the last node that a query sees otherwise; None for all up to its own.
         offset: the node that the first query stands on.
 
     Returns:
@@ -99,7 +99,7 @@ def of_position_ids(position_ids: Tensor, intervals: Tensor | None, offset: int 
     node = torch.arange(position_ids.shape[1], device=position_ids.device) + offset
     begins = F.pad(position_ids.diff(dim=-1) <= 0, (1, 0))
     if intervals is not None:
-        begins = begins & (intervals[..., 0] < node) & (node <= intervals[..., 1])
+        begins = begins & (intervals[..., 0] < node) & (node < intervals[..., 1])
     first = torch.where(begins, node, 0).cummax(-1).values
     return torch.stack([first, torch.full_like(first, FARTHEST)], dim=-1), begins.any()
 

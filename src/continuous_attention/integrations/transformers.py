@@ -16,6 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 from weakref import ref
 
@@ -170,11 +171,12 @@ _remembered: deque[tuple[Any, list[Any], _Seen]] = deque(maxlen=8)
 def _visible(tensors: _Tensors, numbers: _Numbers) -> _Seen:
     """`_resolve`, remembered, since all layers of a forward ask with the same tensors."""
     given = [x for x in tensors if x is not None]
-    # Inference tensors don't tell when they change.
-    if not given or torch.compiler.is_compiling() or any(x.is_inference() for x in given):
+    # Inference tensors don't tell when they change, and neither does a user's mask that is written to through numpy.
+    is_users = tensors[0] is not None and tensors[0].dtype != torch.int64
+    if not given or is_users or torch.compiler.is_compiling() or any(x.is_inference() for x in given):
         return _resolve(tensors, numbers)
     state = [None if x is None else x._version for x in tensors]
-    for known, references, seen in _remembered:
+    for known, references, seen in tuple(_remembered):
         if known == (numbers, state) and all(
             x is (None if held is None else held()) for x, held in zip(tensors, references, strict=True)
         ):
@@ -194,7 +196,12 @@ def _resolve(tensors: _Tensors, numbers: _Numbers) -> _Seen:
         causal = False
         intervals = masks.unmark(attention_mask, query_length)
         if intervals is None:
-            mask = _as_boolean(attention_mask, layer)[..., :key_length]
+            mask = _as_boolean(attention_mask, layer)
+            if mask.shape[-1] < key_length:
+                raise ValueError(
+                    f"the mask of {layer} must be as long as its keys, {key_length}, got shape {tuple(mask.shape)}"
+                )
+            mask = mask[..., :key_length]
             intervals, mask = _without_gaps(mask)
     elif query_length == 1:
         causal = False
@@ -207,8 +214,11 @@ def _resolve(tensors: _Tensors, numbers: _Numbers) -> _Seen:
         intervals = iv.around(iv.standing(query_length, query_length, device), left, 0)
 
     cuts = []
-    if position_ids is not None and query_length > 1 and mask is None:
-        cuts.append(_documents_by_position(position_ids, intervals, query_length, key_length))
+    if position_ids is not None and query_length > 1:
+        hull = intervals if mask is None else iv.of_mask(mask.any(1))[0]
+        cuts.append(_documents_by_position(position_ids, hull))
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError(f"{layer} got one of cu_seq_lens_q and cu_seq_lens_k without the other")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if not iv.holds(cu_seq_lens_q[-1:] == query_length):
             raise ValueError(
@@ -230,17 +240,13 @@ def _without_gaps(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return (runs, None) if contiguous else (None, mask)
 
 
-def _documents_by_position(
-    position_ids: Tensor, intervals: Tensor | None, query_length: int, key_length: int
-) -> Tensor | None:
-    if torch.compiler.is_compiling():
-        # Where the first query stands can't be read; packed batches come without a cache.
-        return masks.of_position_ids(position_ids, intervals, 0)[0] if query_length == key_length else None
-    offset = 0
-    if intervals is not None and query_length != key_length:
-        offset = int((intervals[..., 1] - torch.arange(1, query_length + 1, device=intervals.device)).max())
+def _documents_by_position(position_ids: Tensor, intervals: Tensor | None) -> Tensor | None:
+    offset: int | Tensor = 0
+    if intervals is not None:
+        # The last node that the query j sees is its own, offset + j, unless padding hides that.
+        offset = (intervals[..., 1] - torch.arange(1, intervals.shape[1] + 1, device=intervals.device)).max()
     cut, packed = masks.of_position_ids(position_ids, intervals, offset)
-    return cut if packed else None
+    return cut if torch.compiler.is_compiling() or packed else None
 
 
 def _as_boolean(mask: Tensor, layer: str) -> Tensor:
@@ -262,6 +268,7 @@ def _boundary(module: nn.Module) -> str | tuple[Tensor, Tensor] | None:
     if layers != "all" and not _is_chosen(module, layers):
         return None
     boundary = getattr(config, "continuous_boundary", "zero")
+    _check_boundary("continuous_boundary", boundary)
     if boundary != "learned":
         return boundary
     if not hasattr(module, "boundary_key"):
@@ -276,18 +283,18 @@ def _is_chosen(module: nn.Module, layers: Any) -> bool:
     _check_layers("continuous_layers", layers)
     if layers == "all" or len(layers) == 0:
         return layers == "all"
-    index, count = getattr(module, PLACE, (None, None))
-    if index is None and not module.config.is_encoder_decoder:  # pyright: ignore[reportAttributeAccessIssue]
-        index, count = getattr(module, "layer_idx", None), getattr(module.config, "num_hidden_layers", None)
-    if index is None or count is None:
+    place = getattr(module, PLACE, None)
+    if place is None:
         raise ValueError(
             f"{type(module).__name__} doesn't know which layer it is, and the config has continuous_layers={layers!r}: "
             "call switch_to_continuous(model, …), or load_continuous(path)"
         )
-    if layers == "upper":
-        return 2 * index >= count
-    if layers == "odd":
-        return index % 2 == 1
+    return _chooses(layers, *place)
+
+
+def _chooses(layers: str | Sequence[int], index: int, count: int) -> bool:
+    if isinstance(layers, str):
+        return {"all": True, "upper": 2 * index >= count, "odd": index % 2 == 1}[layers]
     return index in layers or index - count in layers
 
 
@@ -295,9 +302,15 @@ def _check_layers(name: str, layers: Any) -> None:
     if isinstance(layers, str):
         if layers in LAYERS:
             return
-    elif isinstance(layers, Sequence) and all(isinstance(x, int) for x in layers):
+    elif isinstance(layers, Sequence) and all(isinstance(x, Integral) and not isinstance(x, bool) for x in layers):
         return
     raise ValueError(f"{name} must be {', '.join(map(repr, LAYERS))} or a list of layer indices, got {layers!r}")
+
+
+def _check_boundary(name: str, boundary: Any) -> None:
+    choices = (*BOUNDARIES, "learned")
+    if boundary not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {boundary!r}")
 
 
 # ---- Switching and loading
@@ -317,8 +330,9 @@ def switch_to_continuous(
     """Make the attention of a Hugging Face model continuous, in place, and check with one forward that it is.
 
     The choice is written into `model.config`, so `save_pretrained` keeps it, and `load_continuous(path)` brings it back
-    (after `register_transformers()`, `from_pretrained(path)` does so, too, unless the boundary is learned or the layers
-    don't know their index). Call it again for another choice; `switch_to_softmax(model)` undoes it.
+    (after `register_transformers()`, `from_pretrained(path)` does so, too, where all layers are continuous and nothing
+    is learned; otherwise the first forward raises). Call it again for another choice; `switch_to_softmax(model)` undoes
+    it.
 
     Args:
         model: a `transformers.PreTrainedModel`.
@@ -341,9 +355,7 @@ def switch_to_continuous(
     if not hasattr(model, "set_attn_implementation"):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     _check_layers("layers", layers)
-    choices = (*BOUNDARIES, "learned")
-    if boundary not in choices:
-        raise ValueError(f"boundary must be one of {', '.join(map(repr, choices))}, got {boundary!r}")
+    _check_boundary("boundary", boundary)
     configs = _configs(model)
     before = model.config._attn_implementation
     with _restored_after_errors(configs):
@@ -357,10 +369,13 @@ def switch_to_continuous(
             config.continuous_layers, config.continuous_boundary = "all", "zero"
         called, told_positions = _run_checked(model, example, before)
         places = _places(model, called)
+        chosen = [place for place in places.values() if _chooses(layers, *place)]
         for index in () if isinstance(layers, str) else layers:
             if not any(-count <= index < count for _, count in places.values()):
                 counts = sorted({count for _, count in places.values()})
                 raise ValueError(f"layers has the index {index}, and the model {' and '.join(map(str, counts))} layers")
+        if len(layers) > 0 and not chosen:
+            raise ValueError(f"layers={layers!r} chooses none of the {len(places)} attention layers")
 
     for module, place in places.items():
         setattr(module, PLACE, place)
@@ -368,7 +383,7 @@ def switch_to_continuous(
         model.register_forward_pre_hook(_refuse_packing_with_a_cache, with_kwargs=True)
     shapes = _place_boundaries(model, called, layers if boundary == "learned" else [])
     for config in configs:
-        config.continuous_layers = layers if isinstance(layers, str) else list(layers)
+        config.continuous_layers = layers if isinstance(layers, str) else [int(x) for x in layers]
         config.continuous_boundary = boundary
     # Plain attributes of a config are saved, and this one is what from_pretrained goes by.
     model.config.attn_implementation = NAME
