@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=41)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -85,7 +85,7 @@ def main() -> None:
     print(f"{model_name(config)}, float32, {arguments.threads} threads, torch {torch.__version__}")
     for name, make, size, repeats in (
         ("decoding behind", decoding, arguments.context, arguments.repeats),
-        ("training on", training, arguments.length, max(3, arguments.repeats // 3)),
+        ("training on", training, arguments.length, max(3, arguments.repeats // 8)),
     ):
         middle, ratios = compare(model, make(model, size), repeats)
         times = ", ".join(f"{way} {1000 * middle[way]:.0f} ms" for way in WAYS)
