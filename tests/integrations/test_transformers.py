@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import pad
 from oracle import attention as integrate
 from torch import Tensor, nn
 from transformers import (
@@ -82,16 +83,6 @@ def ragged() -> list[Tensor]:
 
 def tokens(*shape: int) -> Tensor:
     return torch.randint(3, VOCABULARY, shape or (len(LENGTHS), max(LENGTHS)))
-
-
-def pad(rows: list[Tensor], side: str) -> dict[str, Tensor]:
-    """The rows as one batch, with the positions that `generate` and collators give them."""
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        place = slice(0, len(row)) if side == "right" else slice(-len(row), None)
-        ids[i, place], mask[i, place] = row, 1
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:

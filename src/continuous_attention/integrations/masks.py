@@ -45,10 +45,7 @@ def mask_intervals(**asked: Any) -> Tensor:
         return mark(intervals)
     config = asked.get("config")
     if config is not None and not _asks_the_interface(type(config)):
-        raise NotImplementedError(
-            f"{config.model_type} computes attention by itself instead of asking transformers' attention interface, so "
-            "it can't be continuous"
-        )
+        raise computes_by_itself(config.model_type)
     intervals = _direct(asked)
     if intervals is None:
         mask = _dense(asked)
@@ -62,6 +59,14 @@ def mask_intervals(**asked: Any) -> Tensor:
     elif _hides_nothing_but_later_nodes(asked):
         return torch.empty(asked["batch_size"], 1, asked["q_length"] + 1, 0, dtype=torch.int64, device=intervals.device)
     return mark(intervals)
+
+
+def computes_by_itself(model: str) -> NotImplementedError:
+    """The error for a model that never asks for its attention."""
+    return NotImplementedError(
+        f"{model} computes attention by itself instead of asking transformers' attention interface, so it can't be "
+        "continuous"
+    )
 
 
 def mark(intervals: Tensor) -> Tensor:

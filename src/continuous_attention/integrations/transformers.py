@@ -360,10 +360,7 @@ def switch_to_continuous(
     before = model.config._attn_implementation
     with _restored_after_errors(configs):
         if not model._can_set_attn_implementation():
-            raise NotImplementedError(
-                f"{type(model).__name__} computes attention by itself instead of asking transformers' attention "
-                "interface, so it can't be continuous"
-            )
+            raise masks.computes_by_itself(type(model).__name__)
         model.set_attn_implementation(NAME)
         for config in configs:
             config.continuous_layers, config.continuous_boundary = "all", "zero"
@@ -410,10 +407,8 @@ def switch_to_softmax(model: Any, implementation: str = "sdpa") -> None:
         for name in ("continuous_layers", "continuous_boundary", "continuous_boundary_shapes", "attn_implementation"):
             vars(config).pop(name, None)
     for module in model.modules():
-        for name in ("boundary_key", "boundary_value"):
-            if hasattr(module, PLACE):
-                module._parameters.pop(name, None)
-        vars(module).pop(PLACE, None)
+        if vars(module).pop(PLACE, None) is not None:
+            _drop_boundary(module)
 
 
 def load_continuous(path: Any, *, model_class: Any = None, example: dict[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -605,8 +600,7 @@ def _place_boundaries(
         if module not in called:
             continue
         if not _is_chosen(module, layers):
-            for parameter in ("boundary_key", "boundary_value"):
-                module._parameters.pop(parameter, None)
+            _drop_boundary(module)
             continue
         key, value = called[module]
         shapes[name] = [key.shape[1], key.shape[3], value.shape[3]]
@@ -619,6 +613,11 @@ def _add_boundary(module: nn.Module, shape: Sequence[int], **how: Any) -> None:
     heads, dim, value_dim = shape
     module.register_parameter("boundary_key", nn.Parameter(torch.zeros(heads, dim, **how)))
     module.register_parameter("boundary_value", nn.Parameter(torch.zeros(heads, value_dim, **how)))
+
+
+def _drop_boundary(module: nn.Module) -> None:
+    for name in ("boundary_key", "boundary_value"):
+        module._parameters.pop(name, None)
 
 
 def _with_boundaries(model_class: Any, shapes: dict[str, list[int]]) -> Any:
