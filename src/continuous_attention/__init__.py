@@ -1,22 +1,38 @@
 """Continuous softmax attention: the query integrates over the path through keys and values."""
 
 from continuous_attention.functional import continuous_attention, continuous_attention_varlen, merge
+from continuous_attention.integrations.times import take_times
 from continuous_attention.integrations.transformers import (
     load_continuous,
     register_transformers,
     switch_to_continuous,
     switch_to_softmax,
 )
-from continuous_attention.nn import ContinuousMultiheadAttention
+from continuous_attention.nn import ContinuousMultiheadAttention, rotate
+from continuous_attention.path import ContinuousCache, Path, simplify, to_times
+from continuous_attention.transformer import (
+    ContinuousTransformerBlock,
+    ContinuousTransformerDecoder,
+    ContinuousTransformerEncoder,
+)
 
 __all__ = [
+    "ContinuousCache",
     "ContinuousMultiheadAttention",
+    "ContinuousTransformerBlock",
+    "ContinuousTransformerDecoder",
+    "ContinuousTransformerEncoder",
+    "Path",
     "continuous_attention",
     "continuous_attention_varlen",
     "load_continuous",
     "merge",
     "register_transformers",
+    "rotate",
+    "simplify",
     "switch_to_continuous",
     "switch_to_softmax",
+    "take_times",
+    "to_times",
 ]
 __version__ = "0.1.0"

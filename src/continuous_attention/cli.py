@@ -49,6 +49,13 @@ COMMANDS = (
         packages=("accelerate", "bible", "gguf", "matplotlib", "rich", "tokenizers", "transformers", "tyro"),
     ),
     Command(
+        name="experiment timeseries",
+        summary="compare the exact integral with quadratures and softmax, on paths and irregular series",
+        module="continuous_attention.experiments.timeseries",
+        extra="experiments",
+        packages=("accelerate", "matplotlib", "rich", "transformers", "tyro"),
+    ),
+    Command(
         name="info",
         summary="show the versions, and which kernels are there",
         module="continuous_attention.info",

@@ -6,20 +6,37 @@ Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes
 import math
 from collections.abc import Sequence
 from functools import lru_cache, reduce
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from continuous_attention import intervals as iv
-from continuous_attention import ops, quadrature, reference
+from continuous_attention import ops, path, quadrature, reference
+from continuous_attention.checks import (
+    FLOATS,
+    check_choice,
+    check_cu_seqlens,
+    check_dropout,
+    check_flag,
+    check_heads,
+    check_mask,
+    check_number,
+    check_order,
+    check_qkv,
+    check_shape,
+    check_tensor,
+    check_times,
+    check_window,
+    dtype_name,
+    unify_dtypes,
+)
 from continuous_attention.kernels import cpu
 
 BOUNDARIES = ("zero", "repeat", "half", "none")
 RULES = ("exact", "trapezoid", "rectangle", "taylor")
+INTERPOLATIONS = ("linear", "fourth_order")
 BACKENDS = ("reference", "cpu", "triton")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def continuous_attention(
@@ -41,6 +58,7 @@ def continuous_attention(
     intervals: Tensor | None = None,
     softcap: float | None = None,
     rule: str = "exact",
+    interpolation: str = "linear",
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -85,6 +103,12 @@ def continuous_attention(
             node). They run in torch's SDPA, which differentiates once; in the reference where lse or a gradient of
             times is wanted or a mask has gaps.
             "taylor" is the exact rule to first order in the slopes, a short convolution of the scores.
+        interpolation: "linear" takes the nodes as they are. "fourth_order" takes them for points of smooth curves and
+            first moves every key and value z_i by −c_i z''_i, z'' the divided second difference and
+            c_i = (h_i³ + h_{i+1}³) / (12 (h_i + h_{i+1})), so that the integral (with boundary "none") has order 4 in
+            the step on any grid. Lost is exact refinement: a node inserted on a line is no point of the curve. Every
+            query has to see the whole path, so it excludes `is_causal` and windows; a segment without length is a
+            border between two curves; fewer than three nodes stay as they are.
         return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
         backend: None for the best one that can do it. "reference" can do everything, in plain torch, differentiates
             as often as you like, and stores the scores. "cpu", the fused kernels, do the exact rule on CPU tensors
@@ -113,6 +137,7 @@ def continuous_attention(
         "window": window,
         "softcap": softcap,
         "rule": rule,
+        "interpolation": interpolation,
         "return_lse": return_lse,
         "backend": backend,
     }
@@ -122,8 +147,8 @@ def continuous_attention(
             out, lse = ops.attention_of_plain(query, key, value, prepared)
             return (out, lse) if return_lse else out
     names = ("query", "key", "value")
-    _check_qkv(query, key, value, names, "B, heads, length, head dim")
-    query, key, value = _unify_dtypes(names, query, key, value)
+    check_qkv(query, key, value, names, "B, heads, length, head dim")
+    query, key, value = unify_dtypes(names, query, key, value)
     call = _resolve_batch(
         query,
         key,
@@ -157,6 +182,7 @@ def continuous_attention_varlen(
     time_window: float | None = None,
     softcap: float | None = None,
     rule: str = "exact",
+    interpolation: str = "linear",
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -182,6 +208,7 @@ def continuous_attention_varlen(
         time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
         softcap: bound of the scores, see `continuous_attention`.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
+        interpolation: "linear" or "fourth_order", of each document.
         return_lse: also return lse, of shape (tokens, Hq), the shape of out without its last dim.
         backend: "reference", "cpu" or None, see `continuous_attention`.
 
@@ -192,11 +219,11 @@ def continuous_attention_varlen(
         ValueError, TypeError, NotImplementedError: as `continuous_attention`.
     """
     names = ("q", "k", "v")
-    _check_qkv(q, k, v, names, "tokens, heads, head dim")
-    q, k, v = _unify_dtypes(names, q, k, v)
-    _check_heads(q.shape[1], k.shape[1], enable_gqa=True)
-    _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, len(q), q.device)
-    _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, len(k), q.device)
+    check_qkv(q, k, v, names, "tokens, heads, head dim")
+    q, k, v = unify_dtypes(names, q, k, v)
+    check_heads(q.shape[1], k.shape[1], enable_gqa=True)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, len(q), q.device)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, len(k), q.device)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must count the same documents, got {len(cu_seqlens_q) - 1} and "
@@ -215,13 +242,14 @@ def continuous_attention_varlen(
         is_causal=is_causal,
         scale=scale,
         boundary=boundary,
-        times=_check_times("times", times, None, len(k), q.device),
-        query_times=_check_times("query_times", query_times, None, len(q), q.device),
+        times=check_times("times", times, None, len(k), q.device),
+        query_times=check_times("query_times", query_times, None, len(q), q.device),
         start_length=start_length,
         window=window,
         time_window=time_window,
         softcap=softcap,
         rule=rule,
+        interpolation=interpolation,
         return_lse=return_lse,
         backend=backend,
     )
@@ -255,12 +283,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         TypeError: an argument isn't a floating point tensor.
     """
     for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        _check_tensor(name, x, FLOATS, out_a.device if isinstance(out_a, Tensor) else None)
+        check_tensor(name, x, FLOATS, out_a.device if isinstance(out_a, Tensor) else None)
     if out_a.ndim == 0:
         raise ValueError("out_a must have shape (…, Dv), got ()")
-    _check_shape("out_b", out_b, [tuple(out_a.shape)], "out_a's shape")
+    check_shape("out_b", out_b, [tuple(out_a.shape)], "out_a's shape")
     for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _check_shape(name, x, [tuple(out_a.shape[:-1])], "out_a's shape without the last dim")
+        check_shape(name, x, [tuple(out_a.shape[:-1])], "out_a's shape without the last dim")
     widest = reduce(torch.promote_types, (x.dtype for x in (out_a, lse_a, out_b, lse_b)))
     dtype = reference.accumulation_dtype(widest)
     a, b, lse_a, lse_b = (x.to(dtype) for x in (out_a, out_b, lse_a, lse_b))
@@ -286,10 +314,13 @@ class _Call(NamedTuple):
     softcap: float | None
     mask: Tensor | None
     seen: Tensor
+    joined: Tensor | None  # for fourth order, see `path.correct`
     arguments: dict[str, Any]
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor | tuple[Tensor, Tensor]:
+    if call.joined is not None:
+        key, value = (path.correct(nodes, call.arguments["lengths"], call.joined) for nodes in (key, value))
     if call.kernel:
         prepared = ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments)
         out, lse = ops.attention(query, key, value, prepared)
@@ -328,12 +359,16 @@ def _prepare_sizes(*inputs: Any, **how: Any) -> tuple[Any, ...] | None:
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
         names = ("query", "key", "value")
-        _check_qkv(query, key, value, names, "B, heads, length, head dim")
-        _unify_dtypes(names, query, key, value)
+        check_qkv(query, key, value, names, "B, heads, length, head dim")
+        unify_dtypes(names, query, key, value)
         call = _resolve_batch(
             query, key, value, mask=None, times=None, query_times=None, time_window=None, intervals=None, **how
         )
-        return ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments) if call.kernel else None
+        return (
+            ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments)
+            if call.kernel and call.joined is None
+            else None
+        )
 
 
 def _resolve_batch(
@@ -352,16 +387,16 @@ def _resolve_batch(
     """Validate and resolve the arguments of `continuous_attention`."""
     if len(query) != len(key):
         raise ValueError(f"query and key must have the same batch size B, got {len(query)} and {len(key)}")
-    _check_heads(query.shape[1], key.shape[1], enable_gqa)
+    check_heads(query.shape[1], key.shape[1], enable_gqa)
     batch, heads, query_length, key_length = (*query.shape[:3], key.shape[2])
-    _check_dropout(dropout_p)
-    _check_flag("enable_gqa", enable_gqa)
+    check_dropout(dropout_p)
+    check_flag("enable_gqa", enable_gqa)
     if mask is not None:
-        mask = _check_mask(mask, (batch, heads, query_length, key_length), query.device)
+        mask = check_mask(mask, (batch, heads, query_length, key_length), query.device)
     seen = iv.everything(key_length, query.device)
     if intervals is not None:
-        _check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
-        _check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
+        check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
+        check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
         seen = iv.intersect(seen, intervals.long().clamp(0, key_length))
     return _resolve(
         query,
@@ -371,8 +406,8 @@ def _resolve_batch(
         position=iv.standing(query_length, key_length, query.device),
         origin=0,
         mask=mask,
-        times=_check_times("times", times, batch, key_length, query.device),
-        query_times=_check_times("query_times", query_times, batch, query_length, query.device),
+        times=check_times("times", times, batch, key_length, query.device),
+        query_times=check_times("query_times", query_times, batch, query_length, query.device),
         **how,
     )
 
@@ -396,6 +431,7 @@ def _resolve(
     time_window: float | None,
     softcap: float | None,
     rule: str,
+    interpolation: str,
     return_lse: bool,
     backend: str | None,
 ) -> _Call:
@@ -404,14 +440,14 @@ def _resolve(
     `seen` (B or 1, Lq or 1, 2) is what is visible at most, `position` (1, Lq) the node that each query stands on, and
     `origin` the first node that there is for it.
     """
-    _check_choice("rule", rule, RULES)
-    if softcap is not None and _check_number("softcap", softcap) <= 0:
+    check_choice("rule", rule, RULES)
+    if softcap is not None and check_number("softcap", softcap) <= 0:
         raise ValueError(f"softcap must be positive, or None for no bound, got {softcap}")
     kernel = _choose_kernel(backend, query, value, rule, softcap)
-    _check_flag("is_causal", is_causal)
-    _check_flag("return_lse", return_lse)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else _check_number("scale", scale)
-    start_length = _check_number("start_length", start_length)
+    check_flag("is_causal", is_causal)
+    check_flag("return_lse", return_lse)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number("scale", scale)
+    start_length = check_number("start_length", start_length)
     if not 0 <= start_length <= torch.finfo(torch.float32).max:
         raise ValueError(f"start_length must be at least 0 and fit into float32, got {start_length}")
     start_node, start_held, end_held = _resolve_boundary(boundary, rule, start_length, key, value)
@@ -421,14 +457,21 @@ def _resolve(
     if mask is not None and backend == "cpu":
         raise _incapable("can't follow an attn_mask that has gaps, differs between heads, or is hidden by a compiler")
     if times is not None:
-        _check_order(times, seen)
+        check_order(times, seen)
     if times is not None and query_times is not None and times.dtype != query_times.dtype:
         raise TypeError(
-            f"times and query_times must have the same dtype, got {_name(times.dtype)} and {_name(query_times.dtype)}"
+            f"times and query_times must have the same dtype, got {dtype_name(times.dtype)} and "
+            f"{dtype_name(query_times.dtype)}"
         )
     if query_times is not None and not iv.holds(query_times.isfinite()):
         raise ValueError(f"query_times must be finite, got {query_times[~query_times.isfinite()][0].item()}")
-    sides = _check_window(window, is_causal)
+    sides = check_window(window, is_causal)
+    joined = None
+    check_choice("interpolation", interpolation, INTERPOLATIONS)
+    if interpolation == "fourth_order":
+        partial = {"is_causal": is_causal, "window": window is not None, "time_window": time_window is not None}
+        _check_whole(seen, key.shape[2], mask, rule, softcap, [name for name, given in partial.items() if given])
+        joined = iv.used_segments(seen, key.shape[2])
     seen = _resolve_position(seen, position, origin, is_causal, times, query_times, sides, time_window)
     end_length = end_held
     if is_causal and times is not None and query_times is not None:
@@ -436,7 +479,7 @@ def _resolve(
 
     arguments = {
         "scale": scale,
-        "lengths": None if times is None else _segment_lengths(times, seen),
+        "lengths": None if times is None else iv.segment_lengths(times, seen),
         "start_node": start_node,
         "start_length": start_held,
         "end_length": end_length,
@@ -453,6 +496,7 @@ def _resolve(
         softcap=None if softcap is None else float(softcap),
         mask=mask,
         seen=seen,
+        joined=joined,
         arguments=arguments,
     )
 
@@ -464,7 +508,7 @@ def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str,
         NotImplementedError: they were asked for by name and can't.
     """
     if backend is not None:
-        _check_choice("backend", backend, BACKENDS, " or None")
+        check_choice("backend", backend, BACKENDS, " or None")
     if backend == "triton":
         raise NotImplementedError("backend='triton' isn't part of this version; backend='reference' can do everything")
     if backend == "reference":
@@ -473,7 +517,7 @@ def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str,
     if query.device.type not in ("cpu", "meta"):
         obstacle = f"needs tensors on the CPU, got them on {query.device}"
     elif query.dtype not in ops.DTYPES:
-        obstacle = f"computes {', '.join(map(_name, ops.DTYPES))}, got {_name(query.dtype)}"
+        obstacle = f"computes {', '.join(map(dtype_name, ops.DTYPES))}, got {dtype_name(query.dtype)}"
     elif rule != "exact":
         obstacle = f"has the rule 'exact' only, got {rule!r}"
     elif softcap is not None:
@@ -503,11 +547,11 @@ def _resolve_boundary(
     """The start node, the length before the first visible node, and the length held after the last one."""
     heads, dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
     if isinstance(boundary, str):
-        _check_choice("boundary", boundary, BOUNDARIES, " or a pair of tensors (k0, v0)")
+        check_choice("boundary", boundary, BOUNDARIES, " or a pair of tensors (k0, v0)")
     elif isinstance(boundary, Sequence) and len(boundary) == 2:
         for place, width, meaning in ((0, dim, "(Hkv, D)"), (1, value_dim, "(Hkv, Dv)")):
-            _check_tensor(f"boundary[{place}]", boundary[place], FLOATS, key.device)
-            _check_shape(f"boundary[{place}]", boundary[place], [(heads, width)], meaning)
+            check_tensor(f"boundary[{place}]", boundary[place], FLOATS, key.device)
+            check_shape(f"boundary[{place}]", boundary[place], [(heads, width)], meaning)
     else:
         raise TypeError(
             f"boundary must be one of {', '.join(BOUNDARIES)} or a pair of tensors (k0, v0), got "
@@ -524,6 +568,36 @@ def _resolve_boundary(
     if boundary == "zero":
         return (key.new_zeros(heads, dim), value.new_zeros(heads, value_dim)), start_length, 0.0
     return (boundary[0], boundary[1]), start_length, 0.0  # pyright: ignore[reportReturnType]
+
+
+def _check_whole(
+    seen: Tensor, key_length: int, mask: Tensor | None, rule: str, softcap: float | None, partial: list[str]
+) -> None:
+    """What interpolation="fourth_order" needs: the exact rule, and queries that see all of a path or nothing of it."""
+    if rule != "exact":
+        raise ValueError(f"interpolation='fourth_order' is a correction of rule='exact', got rule={rule!r}")
+    obstacle = None
+    if partial:
+        obstacle = f"got {', '.join(partial)}"
+    elif mask is not None:
+        obstacle = "got an attn_mask that has gaps, differs between heads, or is hidden by a compiler"
+    elif not iv.holds(_sees_whole_paths(seen, key_length)):
+        obstacle = "got intervals or an attn_mask that cut it"
+    if obstacle is not None:
+        raise NotImplementedError(
+            "interpolation='fourth_order' needs queries that see the whole path, because the last node that a query "
+            f"sees of a part would need a correction of its own; {obstacle}"
+        )
+    if softcap is not None:
+        raise NotImplementedError("interpolation='fourth_order' has no order 4 with a softcap, which bends the scores")
+
+
+def _sees_whole_paths(seen: Tensor, key_length: int) -> Tensor:
+    """For each query, whether the path is cut for all of them where its interval begins and ends; (B, Lq)."""
+    lo, hi = seen.unbind(-1)
+    joined = torch.nn.functional.pad(iv.used_segments(seen, key_length), (0, 1))
+    cut = ~joined.gather(-1, lo.clamp(0, key_length)) & ~joined.gather(-1, hi.clamp(0, key_length))
+    return cut | (hi <= lo)
 
 
 def _absorb_mask(seen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -558,7 +632,7 @@ def _resolve_position(
         seen = iv.intersect(seen, iv.around(position, left, 0 if is_causal else right))
     if time_window is None or times is None:
         return seen
-    if _check_number("time_window", time_window) <= 0:
+    if check_number("time_window", time_window) <= 0:
         raise ValueError(f"time_window must be positive, got {time_window}")
     if now is None:
         if not is_causal and not iv.holds(position >= origin):
@@ -581,203 +655,8 @@ def _held_until(query_times: Tensor, times: Tensor, seen: Tensor, mask: Tensor |
     return torch.where(hi > lo, held, 0.0)
 
 
-def _segment_lengths(times: Tensor, seen: Tensor) -> Tensor:
-    """The length of the segment that ends at each node, 0 where no query sees it; shape (B or 1, Lk)."""
-    lengths = torch.nn.functional.pad(times.diff(dim=-1), (1, 0))
-    return torch.where(_used_segments(seen, times.shape[-1]), lengths, 0.0)
-
-
-def _used_segments(seen: Tensor, key_length: int) -> Tensor:
-    """Which segments, named by the node they end at, have both their nodes in some query's interval; (B or 1, Lk)."""
-    return iv.covered_nodes(seen + seen.new_tensor([1, 0]), key_length)
-
-
 def _fits_sdpa(key: Tensor, rule: str, arguments: dict[str, Any]) -> bool:
     """A quadrature is an ordinary softmax, unless the gradient of its lengths is wanted."""
     lengths = [x for x in (arguments["lengths"], arguments["end_length"]) if isinstance(x, Tensor)]
     wants_length_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in lengths)
     return rule in ("trapezoid", "rectangle") and key.shape[2] > 0 and not wants_length_gradient
-
-
-# Validation
-
-
-def _check_tensor(name: str, x: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a {'nested' if x.is_nested else _name(x.layout)} one")
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} must have dtype {' or '.join(map(_name, dtypes))}, got {_name(x.dtype)}")
-    if device is not None and x.device != device:
-        raise ValueError(f"{name} must be on the query's device {device}, got {x.device}")
-
-
-def _check_shape(name: str, x: Tensor, shapes: list[tuple[int, ...]], meaning: str) -> None:
-    if tuple(x.shape) not in shapes:
-        wanted = " or ".join(dict.fromkeys(str(shape) for shape in shapes))
-        raise ValueError(f"{name} must have shape {meaning} = {wanted}, got {tuple(x.shape)}")
-
-
-def _check_choice(name: str, x: object, choices: tuple[str, ...], otherwise: str = "") -> None:
-    if not isinstance(x, str):
-        raise TypeError(f"{name} must be a string, got {type(x).__name__}")
-    if x not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}{otherwise}, got {x!r}")
-
-
-def _check_flag(name: str, x: object) -> None:
-    if not isinstance(x, bool):
-        raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
-
-
-def _check_number(name: str, x: object) -> float:
-    if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not torch.compiler.is_compiling() and not math.isfinite(x):
-        raise ValueError(f"{name} must be finite, got {x}")
-    return float(x)
-
-
-def _check_qkv(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, str, str], layout: str) -> None:
-    """Types, dims and the sizes that must agree; `names` are those of the caller's arguments."""
-    for name, x in zip(names, (query, key, value), strict=True):
-        _check_tensor(name, x, FLOATS, query.device if isinstance(query, Tensor) else None)
-        if x.ndim != len(layout.split(",")):
-            raise ValueError(f"{name} must have shape ({layout}), got {tuple(x.shape)}")
-    if query.shape[-1] != key.shape[-1] or query.shape[-1] == 0:
-        raise ValueError(
-            f"{names[0]} and {names[1]} must have the same head dim D > 0, got {query.shape[-1]} and {key.shape[-1]}"
-        )
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(
-            f"{names[1]} and {names[2]} must agree in all but the head dim, got {tuple(key.shape)} and "
-            f"{tuple(value.shape)}"
-        )
-
-
-def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
-    if heads == key_heads and heads > 0:
-        return
-    if heads == 0 or key_heads == 0 or heads % key_heads:
-        raise ValueError(f"the query's heads must be a multiple of the key's, got Hq={heads} and Hkv={key_heads}")
-    if not enable_gqa:
-        raise ValueError(
-            f"query and key must have the same number of heads unless enable_gqa=True, got Hq={heads} and "
-            f"Hkv={key_heads}"
-        )
-
-
-def _unify_dtypes(names: tuple[str, str, str], *tensors: Tensor) -> list[Tensor]:
-    """Cast as autocast casts the arguments of SDPA; without it they must have one dtype."""
-    device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-    if len({x.dtype for x in tensors}) > 1:
-        got = ", ".join(_name(x.dtype) for x in tensors)
-        raise TypeError(f"{names[0]}, {names[1]} and {names[2]} must have the same dtype, got {got}")
-    return list(tensors)
-
-
-def _check_dropout(dropout_p: float) -> None:
-    if _check_number("dropout_p", dropout_p) != 0:
-        raise NotImplementedError(
-            f"dropout_p must be 0, got {dropout_p}: attention weights here are integrals over segments that "
-            "neighbouring nodes share, and a path without some of them isn't the same path any more; apply dropout "
-            "to the output instead"
-        )
-
-
-def _check_mask(mask: Tensor, shape: tuple[int, int, int, int], device: torch.device) -> Tensor:
-    """The mask with four dims, the last one expanded to Lk."""
-    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
-        raise TypeError(f"attn_mask must be boolean (True = visible), got {_name(mask.dtype)}: {iv.WHY_NO_BIAS}")
-    _check_tensor("attn_mask", mask, (torch.bool,), device)
-    if mask.ndim > 4 or any(x not in (1, y) for x, y in zip(reversed(mask.shape), reversed(shape), strict=False)):
-        raise ValueError(f"attn_mask must be broadcastable to (B, Hq, Lq, Lk) = {shape}, got shape {tuple(mask.shape)}")
-    mask = mask[(None,) * (4 - mask.ndim)]
-    return mask.expand(-1, -1, -1, shape[3])
-
-
-def _check_times(
-    name: str, times: Tensor | None, batch: int | None, length: int, device: torch.device
-) -> Tensor | None:
-    """The times with a batch dim, (B or 1, L)."""
-    if times is None:
-        return None
-    _check_tensor(name, times, (torch.float32, torch.float64), device)
-    side = "Lq" if name == "query_times" else "Lk"
-    shapes = [(length,)] if batch is None else [(length,), (batch, length)]
-    _check_shape(name, times, shapes, f"({side},)" if batch is None else f"({side},) or (B, {side})")
-    return times if times.ndim == 2 else times.unsqueeze(0)
-
-
-def _check_order(times: Tensor, seen: Tensor) -> None:
-    """Times must be finite and not decrease, as far as any query may see them."""
-    times = times.detach()
-    finite = times.isfinite() | ~iv.covered_nodes(seen, times.shape[-1])
-    if not iv.holds(finite):
-        row, node = (int(x) for x in (~finite).nonzero()[0])
-        value = float(times[min(row, len(times) - 1), node])
-        raise ValueError(f"times must be finite, got {value} at node {node}{_in_batch(row, finite)}")
-    if times.dtype == torch.float64 and not iv.holds(_segment_lengths(times, seen) <= torch.finfo(torch.float32).max):
-        raise ValueError("times must have differences that fit into float32; give them in a larger unit")
-    ordered = (times.diff(dim=-1) >= 0) | ~_used_segments(seen, times.shape[-1])[:, 1:]
-    if not iv.holds(ordered):
-        row, node = (int(x) for x in (~ordered).nonzero()[0])
-        before, after = times[min(row, len(times) - 1), node : node + 2].tolist()
-        raise ValueError(
-            f"times must not decrease, got {before!r} then {after!r} at nodes {node} and {node + 1}"
-            f"{_in_batch(row, ordered)}"
-        )
-
-
-def _in_batch(row: int, rows: Tensor) -> str:
-    return f" of batch element {row}" if len(rows) > 1 else ""
-
-
-def _check_window(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
-    """The window as numbers of nodes to the left and right of the query's own, None for no limit."""
-    if window is None:
-        return None, None
-    if _is_integer(window):
-        if int(window) <= 0:
-            raise ValueError(f"window must be at least 1, the query's own node, got {window}")
-        if not is_causal:
-            raise ValueError(
-                f"window={window} counts the nodes up to the query's own and needs is_causal=True; for another "
-                "window give (left, right)"
-            )
-        return min(int(window) - 1, 2**40), 0
-    if not isinstance(window, Sequence) or len(window) != 2 or not all(map(_is_integer, window)):
-        raise TypeError(f"window must be an int or a pair of ints (left, right), got {window!r}")
-    left, right = (int(side) for side in window)
-    if left < -1 or right < -1:
-        raise ValueError(f"window=(left, right) must be at least 0 each, or -1 for no limit, got {(left, right)}")
-    # More than any length has, and far from the largest int64.
-    left, right = min(left, 2**40), min(right, 2**40)
-    return (None if left == -1 else left), (None if right == -1 else right)
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool)
-
-
-def _check_cu_seqlens(
-    name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int | None, total: int, device: torch.device
-) -> None:
-    _check_tensor(name, cu_seqlens, (torch.int32, torch.int64), device)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"{name} must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}")
-    if max_seqlen is not None and not _is_integer(max_seqlen):
-        raise TypeError(f"{max_name} must be an int, got {type(max_seqlen).__name__}")
-    steps = cu_seqlens.diff()
-    if not iv.holds(steps >= 0) or not iv.holds((cu_seqlens[:1] == 0) & (cu_seqlens[-1:] == total)):
-        raise ValueError(f"{name} must rise from 0 to the number of tokens {total}, got {cu_seqlens.tolist()}")
-    if max_seqlen is not None and not iv.holds(steps <= max_seqlen):
-        raise ValueError(f"{max_name} must be at least the longest document {int(steps.max())}, got {max_seqlen}")
-
-
-def _name(dtype: torch.dtype | torch.layout) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ node that a query stands on.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 WHY_NO_BIAS = "a bias can't cut the path, because the weight beside a masked node decays like 1/|bias| and leaks"
@@ -137,3 +138,14 @@ def visible_nodes(intervals: Tensor, key_length: int) -> Tensor:
     """The boolean mask (…, Lq, Lk) of the intervals (…, Lq, 2)."""
     nodes = torch.arange(key_length, device=intervals.device)
     return (nodes >= intervals[..., :1]) & (nodes < intervals[..., 1:])
+
+
+def segment_lengths(times: Tensor, seen: Tensor) -> Tensor:
+    """The length of the segment that ends at each node, 0 where no query sees it; shape (B or 1, Lk)."""
+    lengths = F.pad(times.diff(dim=-1), (1, 0))
+    return torch.where(used_segments(seen, times.shape[-1]), lengths, 0.0)
+
+
+def used_segments(seen: Tensor, key_length: int) -> Tensor:
+    """Which segments, named by the node they end at, have both their nodes in some query's interval; (B or 1, Lk)."""
+    return covered_nodes(seen + seen.new_tensor([1, 0]), key_length)

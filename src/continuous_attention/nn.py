@@ -3,12 +3,18 @@
 Shape legend: B batch, Lq queries, Lk nodes, E embed_dim, H heads, D = E / H.
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from continuous_attention import intervals as iv
-from continuous_attention.functional import BACKENDS, BOUNDARIES, RULES, continuous_attention
+from continuous_attention.checks import check_number
+from continuous_attention.functional import BACKENDS, BOUNDARIES, INTERPOLATIONS, RULES, continuous_attention
+from continuous_attention.path import ContinuousCache
 
 
 class ContinuousMultiheadAttention(nn.Module):
@@ -31,6 +37,9 @@ class ContinuousMultiheadAttention(nn.Module):
             trainable start node, `boundary_key` and `boundary_value` (H, D), zero at first.
         start_length: length of the segment before the first visible node, in the unit of `times`.
         rule: "exact", "trapezoid", "rectangle" or "taylor".
+        interpolation: "linear" or "fourth_order", see `continuous_attention`.
+        periods: shortest and longest period of a rotary embedding at the times (or the positions where there are
+            none), in their unit; see `rotate`. None for no embedding.
         backend: "reference", "cpu" or None, see `continuous_attention`.
         device: of the parameters.
         dtype: of the parameters.
@@ -53,6 +62,8 @@ class ContinuousMultiheadAttention(nn.Module):
         boundary: str = "zero",
         start_length: float = 1.0,
         rule: str = "exact",
+        interpolation: str = "linear",
+        periods: tuple[float, float] | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -71,6 +82,7 @@ class ContinuousMultiheadAttention(nn.Module):
         if dropout:
             raise NotImplementedError(f"dropout must be 0, got {dropout!r}: apply it to the output instead")
         choices = {"boundary": (boundary, (*BOUNDARIES, "learned")), "rule": (rule, RULES)}
+        choices["interpolation"] = (interpolation, INTERPOLATIONS)
         if backend is not None:
             choices["backend"] = (backend, BACKENDS)
         for name, (choice, allowed) in choices.items():
@@ -82,10 +94,13 @@ class ContinuousMultiheadAttention(nn.Module):
             raise ValueError(f"start_length must be at least 0 and finite, got {start_length}")
         if boundary == "learned" and rule == "rectangle":
             raise ValueError("boundary='learned' has no use for rule='rectangle', which knows no start node")
+        if periods is not None:
+            periods = _check_periods(periods, embed_dim // num_heads)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.batch_first = batch_first
         self.boundary, self.start_length, self.rule, self.backend = boundary, start_length, rule, backend
+        self.interpolation, self.periods = interpolation, periods
         # nn.TransformerEncoderLayer asks for this before it takes a shortcut past forward; False keeps it off.
         self._qkv_same_embed_dim = False
 
@@ -127,6 +142,7 @@ class ContinuousMultiheadAttention(nn.Module):
         query_times: Tensor | None = None,
         window: int | tuple[int, int] | None = None,
         time_window: float | None = None,
+        cache: ContinuousCache | None = None,
     ) -> tuple[Tensor, None]:
         """Attend from `query` along the path through `key` and `value`.
 
@@ -143,6 +159,8 @@ class ContinuousMultiheadAttention(nn.Module):
             query_times: (Lq,) or (B, Lq).
             window: number of nodes seen, or (left, right).
             time_window: only nodes with τ_i ≥ τ_q − time_window are seen.
+            cache: nodes that came before; those of `key` and `value`, whose times are `times`, are appended to it.
+                Queries see what it holds, and no masks count then. For decoding, without gradients through the cache.
 
         Returns:
             (out, None) with out shaped like `query`.
@@ -175,25 +193,64 @@ class ContinuousMultiheadAttention(nn.Module):
         if dims == {2}:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         q, k, v = (self._split_heads(x.movedim(batch_dim, 0)) for x in self._project(query, key, value))
-        boundary = (self.boundary_key, self.boundary_value) if self.boundary == "learned" else self.boundary
-        out = continuous_attention(
+        visible = self._visible(key_padding_mask, attn_mask, q, k)
+        if self.periods is not None:
+            q, k = self._rotated(q, k, times, query_times, 0 if cache is None else cache.seen)
+        if cache is not None:
+            if visible is not None:
+                raise ValueError("key_padding_mask and attn_mask don't go together with a cache, got both")
+            path = cache.update(k, v, times)
+            k, v, times, visible = path.key, path.value, path.times, path.mask
+        out = self.attend(
             q,
             k,
             v,
-            self._visible(key_padding_mask, attn_mask, q, k),
+            visible,
             is_causal=is_causal,
-            boundary=boundary,
             times=times,
             query_times=query_times,
-            start_length=self.start_length,
             window=window,
             time_window=time_window,
-            rule=self.rule,
-            backend=self.backend,
         )
-        assert isinstance(out, Tensor)
         out = self.out_proj(out.transpose(1, 2).flatten(2)).movedim(0, batch_dim)
         return (out.squeeze(0) if dims == {2} else out), None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, **how: Any) -> Tensor:
+        """Attend with the heads apart: `continuous_attention` as this module was set up; override it for another one.
+
+        Args:
+            query: (B, H, Lq, D).
+            key: (B, H, Lk, D).
+            value: (B, H, Lk, D).
+            visible: boolean, broadcastable to (B, H, Lq, Lk).
+            **how: is_causal, times, query_times, window and time_window of `continuous_attention`.
+        """
+        boundary = (self.boundary_key, self.boundary_value) if self.boundary == "learned" else self.boundary
+        out = continuous_attention(
+            query,
+            key,
+            value,
+            visible,
+            boundary=boundary,
+            start_length=self.start_length,
+            rule=self.rule,
+            interpolation=self.interpolation,
+            backend=self.backend,
+            **how,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _rotated(
+        self, q: Tensor, k: Tensor, times: Tensor | None, query_times: Tensor | None, seen: int
+    ) -> tuple[Tensor, Tensor]:
+        assert self.periods is not None
+        if times is None:
+            times = torch.arange(seen, seen + k.shape[2], device=k.device, dtype=torch.float64)
+        if query_times is None:
+            # Bottom-right: the last query stands on the last node.
+            query_times = iv.at(times, iv.standing(q.shape[2], k.shape[2], q.device))
+        return rotate(q, query_times, self.periods), rotate(k, times, self.periods)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if self.kdim == self.vdim == self.embed_dim:
@@ -239,6 +296,44 @@ class ContinuousMultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         """What print(module) shows."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, boundary={self.boundary!r}, rule={self.rule!r}"
+
+
+def rotate(x: Tensor, times: Tensor, periods: tuple[float, float]) -> Tensor:
+    """Rotary embedding at real times: pair j of the head dim is turned by the angle 2π τ / period_j.
+
+        period_j = shortest · (longest / shortest)^(j / (D/2 − 1))        j = 0, …, D/2 − 1
+
+    The product of two vectors rotated at τ and τ' depends on τ − τ' only. Angles are computed in the dtype of the
+    times, so epoch seconds want float64.
+
+    Args:
+        x: (B, H, L, D), D even; dims j and j + D/2 make a pair.
+        times: (L,), (1, L) or (B, L), any unit.
+        periods: shortest and longest period, positive, in the unit of `times`.
+
+    Returns:
+        Shape and dtype of `x`.
+
+    Source: Su et al., RoFormer (2021), with times for positions and the periods named.
+    """
+    shortest, longest = periods
+    steps = torch.linspace(0.0, 1.0, x.shape[-1] // 2, dtype=times.dtype, device=x.device)
+    period = shortest * (longest / shortest) ** steps
+    angle = (2 * math.pi * (times.unsqueeze(-1) / period)).unsqueeze(-3)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _check_periods(periods: Any, head_dim: int) -> tuple[float, float]:
+    if not isinstance(periods, Sequence) or len(periods) != 2:
+        raise TypeError(f"periods must be a pair (shortest, longest), got {periods!r}")
+    shortest, longest = (check_number("periods", x) for x in periods)
+    if not 0 < shortest <= longest:
+        raise ValueError(f"periods must be positive and rise, got {periods}")
+    if head_dim % 2:
+        raise ValueError(f"periods need an even head dim for pairs to rotate, got embed_dim / num_heads = {head_dim}")
+    return shortest, longest
 
 
 def _hidden(name: str, mask: Tensor, device: torch.device) -> Tensor:

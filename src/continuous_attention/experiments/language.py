@@ -18,7 +18,7 @@ import torch
 from continuous_attention.experiments import report, training
 from continuous_attention.experiments.corpus import Corpus, fingerprint, prepare_corpus, read_documents
 from continuous_attention.experiments.report import Point, UserError
-from continuous_attention.experiments.training import History, TrainingConfig, last_checkpoint
+from continuous_attention.experiments.training import History, TextConfig, last_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ RUNS = (BASELINE, "continuous-rope", "softmax-nope", "continuous-nope")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageConfig(TrainingConfig):
+class LanguageConfig(TextConfig):
     """All settings; a preset fills them in and each one has a flag."""
 
     preset: Literal["quick", "full"]
@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> LanguageConfig:
 
 def check_settings(config: LanguageConfig, processes: int = 1) -> None:
     """Raise UserError for settings that no run could have."""
-    training.check_settings(config, processes)
+    training.check_text_settings(config, processes)
     training.check_at_least(config, {"hidden": 1, "layers": 1, "heads": 1})
     if config.hidden % (2 * config.heads) != 0:
         raise UserError(f"--heads {config.heads} must divide --hidden {config.hidden} into even parts")
@@ -211,7 +211,7 @@ def run(config: LanguageConfig, plan: Plan, processes: int, is_main: bool) -> No
                 progress.update(task, completed=step)
 
             def on_save(history: History, name: str = name, task: Any = task) -> None:
-                rows = training.points(config, name, history)
+                rows = training.points(config, name, history, config.context - 1)
                 points[:] = [point for point in points if point.run != name] + rows
                 progress.update(task, loss=f"validation {rows[-1].eval_loss:.3f}")
                 if is_main:

@@ -271,7 +271,7 @@ def plot_losses(out: Path, points: Sequence[Point], baseline: str, title: str) -
         axes.set_xlabel("training step")
     figure.suptitle(title)
     figure.legend(loc="outside lower center", ncols=len(runs), frameon=False, handlelength=3.2)
-    save_figure(out, figure)
+    save_figure(out / PLOT, figure)
 
 
 def new_figure(width: float, height: float, panels: int) -> tuple[Figure, list[Axes]]:
@@ -287,13 +287,13 @@ def new_figure(width: float, height: float, panels: int) -> tuple[Figure, list[A
     return figure, row
 
 
-def save_figure(out: Path, figure: Figure) -> None:
-    """Replace loss.png."""
+def save_figure(path: Path, figure: Figure) -> None:
+    """Replace a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
-    replace(out / PLOT, image.getvalue())
+    replace(path, image.getvalue())
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from continuous_attention.experiments import corpus, language, report, training
 from continuous_attention.experiments.corpus import Windows
 from continuous_attention.experiments.report import Point, UserError
-from continuous_attention.experiments.training import History, TrainingConfig
+from continuous_attention.experiments.training import History, TextConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ Boundary = Literal["zero", "none", "repeat", "half"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwitchConfig(TrainingConfig):
+class SwitchConfig(TextConfig):
     """All settings; a preset fills them in and each one has a flag."""
 
     preset: Literal["quick", "full", "scratch"]
@@ -144,7 +144,7 @@ def check_settings(config: SwitchConfig, processes: int = 1) -> None:
     """Raise UserError for settings that no run could have."""
     if processes > 1:
         raise UserError(f"this experiment runs in one process, not in {processes}")
-    training.check_settings(config)
+    training.check_text_settings(config)
     least = {"lora": 0, "lora_alpha": 1, "patience": 0, "hidden": 1, "depth": 1, "heads": 1, "vocab_size": 257}
     training.check_at_least(config, least)
     if not 0 <= config.tolerance < math.inf:
@@ -359,7 +359,7 @@ def make_callbacks(
 
     class StopSettled(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            curve = training.points(config, arm, state.log_history, f"eval_{text}_loss")
+            curve = training.points(config, arm, state.log_history, config.context - 1, f"eval_{text}_loss")
             control.should_training_stop |= settled(config, arm, baseline, curve)
 
     own, baseline = str(model.config._attn_implementation), control
@@ -533,7 +533,7 @@ def run(config: SwitchConfig, plan: Plan, processes: int, is_main: bool) -> None
                 progress.update(task, completed=step)
 
             def on_save(history: History, arm: str = arm, task: Any = task) -> None:
-                curve = training.points(config, arm, history, f"eval_{first}_loss")
+                curve = training.points(config, arm, history, config.context - 1, f"eval_{first}_loss")
                 points[:] = [point for point in points if point.run != arm] + curve
                 rows = [
                     Loss(arm, int(entry["step"]), text, entry[key], math.exp(entry[key]))
@@ -562,7 +562,8 @@ def train(
     first = next(iter(plan.validation))
     control = [point for point in points if point.run == CONTROL]
     found = training.last_checkpoint(training.checkpoints(config, arm))
-    if found and settled(config, arm, control, training.points(config, arm, found[1], f"eval_{first}_loss")):
+    curve = training.points(config, arm, found[1], config.context - 1, f"eval_{first}_loss") if found else []
+    if found and settled(config, arm, control, curve):
         on_save(found[1])  # it had stopped, and was killed before its last row was written
         return
     model = deepcopy(plan.model)
@@ -706,7 +707,7 @@ def plot(config: SwitchConfig, losses: Sequence[Loss], title: str) -> None:
         axes.set_ylabel("nats per token")
     figure.suptitle(title)
     figure.legend(loc="outside lower center", ncols=min(6, len(runs(config)) + len(texts)), frameon=False)
-    report.save_figure(config.out, figure)
+    report.save_figure(config.out / report.PLOT, figure)
 
 
 def _plot_jumps(axes: Axes, names: Sequence[str], losses: Sequence[Loss]) -> None:

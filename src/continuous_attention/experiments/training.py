@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from continuous_attention.experiments import report
 from continuous_attention.experiments.corpus import Windows
@@ -41,14 +41,10 @@ class TrainingConfig:
     """Folder for the results."""
     resume: bool = False
     """Continue an interrupted experiment in the folder."""
-    text: tuple[Path, ...] = ()
-    """Your own UTF-8 text files, each one document, instead of the King James Bible."""
-    context: int
-    """Tokens in a training window."""
     steps: int
     """Optimizer steps of each run."""
     batch_size: int
-    """Windows in a step, over all processes together."""
+    """Samples in a step, over all processes together."""
     learning_rate: float
     """Peak learning rate of AdamW."""
     warmup: float = 0.1
@@ -59,28 +55,49 @@ class TrainingConfig:
     """Largest norm of the gradient."""
     eval_every: int
     """Steps between evaluations; a checkpoint is saved and metrics.csv grows at each."""
-    eval_windows: int
-    """Validation windows, spread evenly over the validation text and the same at every evaluation."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     threads: int = 0
     """CPU threads of each process; 0 leaves torch's own choice."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(TrainingConfig):
+    """The settings of an experiment on text, whose samples are windows of tokens."""
+
+    text: tuple[Path, ...] = ()
+    """Your own UTF-8 text files, each one document, instead of the King James Bible."""
+    context: int
+    """Tokens in a training window."""
+    eval_windows: int
+    """Validation windows, spread evenly over the validation text and the same at every evaluation."""
+
+
 Config = TypeVar("Config", bound=TrainingConfig)
 
 # Where and how far an experiment runs, which makes it no other experiment.
-CIRCUMSTANCES = ("out", "resume", "text", "threads")
+CIRCUMSTANCES = ("out", "resume", "text", "threads", "workers")
 
 
-def parse(presets: Mapping[str, Config], arguments: Sequence[str], command: str, description: str) -> Config:
-    """Read the command line; the preset gives the defaults that --help shows, the first one if none is named."""
+def parse(
+    presets: Mapping[Any, Config],
+    arguments: Sequence[str],
+    command: str,
+    description: str,
+    names: Sequence[str] = ("preset",),
+) -> Config:
+    """Read the command line; the preset gives the defaults that --help shows, the first one if none is named.
+
+    `presets` are keyed by the value of --preset, or by the values of several options with these `names`.
+    """
     import tyro
 
-    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ahead.add_argument("--preset", nargs="?")
-    preset = ahead.parse_known_args(arguments)[0].preset
     first = next(iter(presets.values()))
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        ahead.add_argument(flag(name), nargs="?", default=getattr(first, name))
+    named = vars(ahead.parse_known_args(arguments)[0])
+    preset = tuple(named[name] for name in names) if len(names) > 1 else named[names[0]]
     return tyro.cli(
         type(first),
         prog=command,
@@ -100,10 +117,9 @@ def check_at_least(config: TrainingConfig, least: Mapping[str, int]) -> None:
 
 def check_settings(config: TrainingConfig, processes: int = 1) -> None:
     """Raise UserError for settings that no training could have."""
-    check_at_least(config, {"context": 2, "steps": 1, "batch_size": 1, "eval_every": 1, "eval_windows": 1})
+    check_at_least(config, {"steps": 1, "batch_size": 1, "eval_every": 1})
     for name, fits, wanted in (
         ("eval_every", config.eval_every <= config.steps, f"be at most --steps {config.steps}"),
-        ("eval_windows", config.eval_windows >= config.batch_size, f"be at least --batch-size {config.batch_size}"),
         ("batch_size", config.batch_size % processes == 0, f"be divisible by the {processes} processes"),
         ("learning_rate", 0 < config.learning_rate < math.inf, "be positive"),
         ("warmup", 0 <= config.warmup < 1, "be at least 0 and below 1"),
@@ -114,6 +130,14 @@ def check_settings(config: TrainingConfig, processes: int = 1) -> None:
     ):
         if not fits:
             raise UserError(f"{flag(name)} {getattr(config, name)} must {wanted}")
+
+
+def check_text_settings(config: TextConfig, processes: int = 1) -> None:
+    """Raise UserError for settings that no training on text could have."""
+    check_settings(config, processes)
+    check_at_least(config, {"context": 2, "eval_windows": 1})
+    if config.eval_windows < config.batch_size:
+        raise UserError(f"--eval-windows {config.eval_windows} must be at least --batch-size {config.batch_size}")
 
 
 def flag(name: str) -> str:
@@ -147,17 +171,20 @@ def make_trainer(
     config: TrainingConfig,
     run: str,
     model: nn.Module,
-    train: Windows,
-    validation: Windows | dict[str, Windows],
+    train: Dataset[dict[str, Tensor]],
+    validation: Dataset[dict[str, Tensor]] | dict[str, Windows],
     processes: int,
     on_step: Callable[[int], None],
     on_save: Callable[[History], None],
     *,
     schedule: str = "cosine",
+    label: str = "labels",
+    collate: Callable[[Any], Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Trainer:
-    """Return a Trainer for one run, which sees the windows of `train` in their order.
+    """Return a Trainer for one run, which sees the samples of `train` in their order.
 
+    `label` is what the model calls its targets, and `collate` makes a batch of samples that don't just want stacking.
     `on_step` hears of every step, `on_save` gets the whole log after each checkpoint: a resumed run has exactly one
     entry per evaluation.
     """
@@ -215,7 +242,7 @@ def make_trainer(
         seed=config.seed,
         data_seed=config.seed,
         prediction_loss_only=True,
-        label_names=["labels"],  # what Trainer cannot see through the wrapper that peft puts around a model
+        label_names=[label],  # what Trainer cannot see through the wrapper that peft puts around a model
         remove_unused_columns=False,
         logging_nan_inf_filter=False,  # a diverging run must look like one
         ddp_find_unused_parameters=False,
@@ -233,20 +260,23 @@ def make_trainer(
         args=arguments,
         train_dataset=train,
         eval_dataset=validation,  # pyright: ignore[reportArgumentType]
+        data_collator=collate,
         callbacks=[*callbacks, Observer()],
     )
     trainer.remove_callback(PrinterCallback)  # it prints every log entry as a dictionary
     return trainer
 
 
-def points(config: TrainingConfig, run: str, history: History, loss: str = "eval_loss") -> list[Point]:
+def points(
+    config: TrainingConfig, run: str, history: History, tokens_per_sample: int, loss: str = "eval_loss"
+) -> list[Point]:
     """Return a run's log as rows of metrics.csv; `loss` is the log's name for the validation loss."""
     trained = {entry["step"]: entry for entry in history if "loss" in entry}
     return [
         Point(
             run=run,
             step=int(entry["step"]),
-            tokens=int(entry["step"]) * config.batch_size * (config.context - 1),
+            tokens=int(entry["step"]) * config.batch_size * tokens_per_sample,
             train_loss=trained[entry["step"]]["loss"],
             eval_loss=entry[loss],
             seconds=round(trained[entry["step"]]["seconds"], 3),

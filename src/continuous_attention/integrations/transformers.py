@@ -4,10 +4,11 @@ transformers asks two functions registered under that name. The mask function (m
 of mask and says which nodes each query sees, as intervals; the attention function runs in every layer. A padded or
 packed batch cuts the path: each sequence has a path of its own, and its own start node before its first token.
 
-Two attributes of a model's config say which layers are continuous and where their paths begin; they are saved with
+Three attributes of a model's config say which layers are continuous and where their paths begin; they are saved with
 it. `continuous_layers` is "all" (also where it's absent), "upper", "odd" or a list of indices, and the other layers run
 softmax on the same intervals. `continuous_boundary` is "zero" (also where it's absent), "repeat", "half", "none" or
 "learned"; then each attention module has parameters `boundary_key` (Hkv, D) and `boundary_value` (Hkv, Dv).
+`continuous_start_length` (1.0 where it's absent) is the length of the segment before the first visible node.
 
 Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes, D and Dv head dims.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from continuous_attention import intervals as iv
 from continuous_attention.functional import BOUNDARIES, continuous_attention
 from continuous_attention.integrations import masks
+from continuous_attention.integrations.times import times_of
 
 NAME = "continuous"
 LAYERS = ("all", "upper", "odd")
@@ -38,6 +40,8 @@ REFUSED = {
     "block_indices": "a sparse selection of nodes has no path through it",
     "cache": "a paged cache has no nodes in a row",
     "block_table": "a paged cache has no nodes in a row",
+    "times": "take_times(model) first",
+    "decoder_times": "take_times(model) first",
 }
 
 
@@ -136,6 +140,7 @@ def attention_forward(
         (attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k),
         (query.shape[2], key.shape[2], query.device, causal, sliding_window, layer),
     )
+    times = times_of(module, query, key)
     result = continuous_attention(
         query.to(value.dtype),
         key.to(value.dtype),
@@ -145,6 +150,8 @@ def attention_forward(
         scale=scaling,
         enable_gqa=True,
         boundary="zero" if boundary is None else boundary,
+        times=None if boundary is None else times,
+        start_length=1.0 if boundary is None else _start_length(module),
         intervals=intervals,
         softcap=softcap,
         rule="rectangle" if boundary is None else "exact",
@@ -279,6 +286,10 @@ def _boundary(module: nn.Module) -> str | tuple[Tensor, Tensor] | None:
     return module.boundary_key, module.boundary_value  # pyright: ignore[reportReturnType]
 
 
+def _start_length(module: nn.Module) -> float:
+    return getattr(getattr(module, "config", None), "continuous_start_length", 1.0)
+
+
 def _is_chosen(module: nn.Module, layers: Any) -> bool:
     _check_layers("continuous_layers", layers)
     if layers == "all" or len(layers) == 0:
@@ -404,8 +415,9 @@ def switch_to_softmax(model: Any, implementation: str = "sdpa") -> None:
     """
     model.set_attn_implementation(implementation)
     for config in _configs(model):
-        for name in ("continuous_layers", "continuous_boundary", "continuous_boundary_shapes", "attn_implementation"):
-            vars(config).pop(name, None)
+        for name in ("layers", "boundary", "boundary_shapes", "start_length"):
+            vars(config).pop(f"continuous_{name}", None)
+        vars(config).pop("attn_implementation", None)
     for module in model.modules():
         if vars(module).pop(PLACE, None) is not None:
             _drop_boundary(module)
