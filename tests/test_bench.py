@@ -229,7 +229,10 @@ def test_an_interrupt_leaves_what_was_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sideways"], "the mode must be one of forward, backward, decode, gqa, scaling, all, got 'sideways'"),
+        (
+            ["sideways"],
+            "the mode must be one of forward, backward, decode, gqa, scaling, irregular, all, got 'sideways'",
+        ),
         (["--repeats", "0"], "argument --repeats: must be a whole number from 1 on, got '0'"),
         (["--threads", "two"], "argument --threads: must be a whole number from 1 on, got 'two'"),
         (["--limit", "-1"], "argument --limit: must be a number above 0, got '-1'"),

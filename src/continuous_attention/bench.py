@@ -67,6 +67,8 @@ class Cell:
     dtype: str
     causal: bool = False
     backward: bool = False
+    times: str = ""
+    """"grids": each batch element has irregular times of its own; "queries": its queries have others than the nodes."""
 
     @property
     def shape(self) -> str:
@@ -83,7 +85,8 @@ class Cell:
     @property
     def name(self) -> str:
         """All of it, in a line."""
-        return f"{'forward+backward' if self.backward else 'forward'} {self.dtype} {self.shape} {self.mask}"
+        times = f", irregular {self.times}" if self.times else ""
+        return f"{'forward+backward' if self.backward else 'forward'} {self.dtype} {self.shape} {self.mask}{times}"
 
     @property
     def scores(self) -> int:
@@ -101,7 +104,7 @@ class Cell:
         return 2 * self.batch * self.key_heads * self.nodes * self.dim * DTYPES[self.dtype].itemsize
 
     def calls(self) -> tuple[Call, Call]:
-        """Continuous attention and softmax attention of the same random numbers."""
+        """Continuous attention and softmax attention of the same random numbers; softmax knows no times."""
         generator = torch.Generator().manual_seed(0)
 
         def numbers(heads: int, length: int) -> Tensor:
@@ -112,14 +115,21 @@ class Cell:
         key, value = numbers(self.key_heads, self.nodes), numbers(self.key_heads, self.nodes)
         inputs = query, key, value
         how: dict[str, Any] = {"is_causal": self.causal, "enable_gqa": self.heads != self.key_heads}
+        grids: dict[str, Any] = {}
+        if self.times:
+            grids["times"] = torch.rand(self.batch, self.nodes, generator=generator).cumsum(-1)
+        if self.times == "queries":
+            asked = torch.rand(self.batch, self.queries, generator=generator).sort(-1).values
+            grids["query_times"] = self.nodes / 2 * asked
+        wanted = *inputs, *grids.values()
         if self.backward:
-            for x in inputs:
+            for x in wanted:
                 x.requires_grad_()
 
         def ours() -> object:
-            out = ca.continuous_attention(*inputs, **how, backend="cpu")
+            out = ca.continuous_attention(*inputs, **how, **grids, backend="cpu")
             assert isinstance(out, Tensor)
-            return torch.autograd.grad(out, inputs, gradient) if self.backward else out
+            return torch.autograd.grad(out, wanted, gradient) if self.backward else out
 
         def softmax() -> object:
             out = F.scaled_dot_product_attention(*inputs, **how)
@@ -158,10 +168,11 @@ COMPARED: dict[str, Callable[[str], list[Cell]]] = {
     "decode": _decode,
     "gqa": _gqa,
 }
-MODES = (*COMPARED, "scaling")
+MODES = (*COMPARED, "scaling", "irregular")
 GROWTH_LENGTH = 4096
 LONG = Cell(1, 8, 8, 16384, 16384, 64, "", backward=True)
 SHORT = Cell(1, 1, 1, 16, 16, 16, "")
+IRREGULAR = Cell(16, 4, 4, 2048, 2048, 64, "")
 
 _STATUS = Path("/proc/self/status")
 
@@ -310,6 +321,14 @@ def growth(cell: Cell, repeats: int) -> Check:
     return Check(f"time of {cell.name}, twice the length", _spread(ratios), "×", 3.6, 4.4)
 
 
+def slowdown(cell: Cell, repeats: int) -> Check:
+    """What irregular times cost, gradients of them included, over the same call without times."""
+    regular, _ = replace(cell, times="").calls()
+    irregular, _ = cell.calls()
+    ratios = [b / a for a, b in _interleave(regular, irregular, repeats)]
+    return Check(f"time of {cell.name}, over regular", _spread(ratios), "×", 0, 1.15)
+
+
 def overhead(cell: Cell, repeats: int) -> Check:
     """What a small call costs, over softmax's."""
     ratios = [a / b for a, b in _interleave(*cell.calls(), repeats)]
@@ -359,6 +378,13 @@ def _scaling(dtype: str, repeats: int) -> Iterator[tuple[str, Callable[[], Check
     long, short = replace(LONG, dtype=dtype), replace(SHORT, dtype=dtype)
     yield f"memory of {long.name}", lambda: memory(long)
     yield short.name, lambda: overhead(short, repeats)
+
+
+def _irregular(dtype: str, repeats: int) -> Iterator[tuple[str, Callable[[], Check]]]:
+    for backward in (False, True):
+        for causal, times in ((False, "grids"), (True, "grids"), (True, "queries")):
+            cell = replace(IRREGULAR, dtype=dtype, causal=causal, backward=backward, times=times)
+            yield cell.name, lambda cell=cell: slowdown(cell, repeats)
 
 
 def product_rate(dtype: torch.dtype) -> float:
@@ -457,8 +483,8 @@ def _measure(options: argparse.Namespace, peaks: dict[str, float], tables: list[
 def _plan(
     mode: str, dtype: str, options: argparse.Namespace, peaks: dict[str, float]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    if mode == "scaling":
-        yield from _scaling(dtype, options.repeats)
+    if mode in ("scaling", "irregular"):
+        yield from {"scaling": _scaling, "irregular": _irregular}[mode](dtype, options.repeats)
         return
     for cell in COMPARED[mode](dtype):
         yield cell.name, lambda cell=cell: compare(cell, options.repeats, options.limit, peaks)

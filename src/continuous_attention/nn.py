@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from continuous_attention import intervals as iv
-from continuous_attention.checks import check_number
+from continuous_attention.checks import check_number, check_times
 from continuous_attention.functional import BACKENDS, BOUNDARIES, INTERPOLATIONS, RULES, continuous_attention
 from continuous_attention.path import ContinuousCache
 
@@ -194,24 +194,20 @@ class ContinuousMultiheadAttention(nn.Module):
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         q, k, v = (self._split_heads(x.movedim(batch_dim, 0)) for x in self._project(query, key, value))
         visible = self._visible(key_padding_mask, attn_mask, q, k)
+        if cache is not None and visible is not None:
+            raise ValueError("key_padding_mask and attn_mask don't go together with a cache, got both")
+        if cache is not None and times is None:
+            times = cache.next_times(k)
         if self.periods is not None:
-            q, k = self._rotated(q, k, times, query_times, 0 if cache is None else cache.seen)
-        if cache is not None:
-            if visible is not None:
-                raise ValueError("key_padding_mask and attn_mask don't go together with a cache, got both")
-            path = cache.update(k, v, times)
-            k, v, times, visible = path.key, path.value, path.times, path.mask
-        out = self.attend(
-            q,
-            k,
-            v,
-            visible,
-            is_causal=is_causal,
-            times=times,
-            query_times=query_times,
-            window=window,
-            time_window=time_window,
-        )
+            q, k = self._rotated(q, k, times, query_times)
+        how = {
+            "is_causal": is_causal,
+            "times": times,
+            "query_times": query_times,
+            "window": window,
+            "time_window": time_window,
+        }
+        out = self.attend(q, k, v, visible, **how) if cache is None else self._attend_cached(cache, q, k, v, **how)
         out = self.out_proj(out.transpose(1, 2).flatten(2)).movedim(0, batch_dim)
         return (out.squeeze(0) if dims == {2} else out), None
 
@@ -241,12 +237,22 @@ class ContinuousMultiheadAttention(nn.Module):
         assert isinstance(out, Tensor)
         return out
 
-    def _rotated(
-        self, q: Tensor, k: Tensor, times: Tensor | None, query_times: Tensor | None, seen: int
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_cached(
+        self, cache: ContinuousCache, q: Tensor, k: Tensor, v: Tensor, times: Tensor | None, **how: Any
+    ) -> Tensor:
+        path = cache.update(k, v, times)
+        try:
+            return self.attend(q, path.key, path.value, path.mask, times=path.times, **how)
+        except Exception:
+            cache.drop_newest(k.shape[2])
+            raise
+
+    def _rotated(self, q: Tensor, k: Tensor, times: Tensor | None, query_times: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.periods is not None
+        times = check_times("times", times, len(k), k.shape[2], k.device)
+        query_times = check_times("query_times", query_times, len(q), q.shape[2], q.device)
         if times is None:
-            times = torch.arange(seen, seen + k.shape[2], device=k.device, dtype=torch.float64)
+            times = torch.arange(k.shape[2], device=k.device, dtype=torch.float64)
         if query_times is None:
             # Bottom-right: the last query stands on the last node.
             query_times = iv.at(times, iv.standing(q.shape[2], k.shape[2], q.device))

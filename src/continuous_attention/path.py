@@ -113,7 +113,8 @@ def correct(nodes: Tensor, lengths: Tensor | None, joined: Tensor) -> Tensor:
         z''_i = 2 [(z_{i+1} − z_i)/h_{i+1} − (z_i − z_{i−1})/h_i] / (h_i + h_{i+1})
 
     At the two ends of a path c = h²/12 and z'' is that of the nearest inner node. A path of one or two nodes has
-    none and stays as it is. A segment without length is a border between two paths.
+    none and stays as it is. A segment without length (or with so little beside its neighbour that rounding hides it)
+    is a border between two paths.
 
     Args:
         nodes: (B, Hkv, Lk, D), keys or values.
@@ -127,7 +128,8 @@ def correct(nodes: Tensor, lengths: Tensor | None, joined: Tensor) -> Tensor:
         return nodes
     z = nodes.to(accumulation_dtype(nodes.dtype))
     h = torch.ones_like(joined, dtype=z.dtype) if lengths is None else lengths
-    joined = joined & (h > 0)
+    neighbour = torch.maximum(F.pad(h[:, 1:], (0, 1)), F.pad(h[:, :-1], (1, 0)))
+    joined = joined & (h > torch.finfo(z.dtype).eps * neighbour)
     joined = torch.cat([torch.zeros_like(joined[:, :1]), joined[:, 1:]], dim=-1)
     after = F.pad(joined[:, 1:], (0, 1))
 
@@ -374,14 +376,18 @@ class ContinuousCache:
         self.seen += new
         return self._first(room, self._end)
 
+    def next_times(self, key: Tensor) -> Tensor:
+        """The times (n,) or (B, n) of new nodes (B, Hkv, n, D) that come one unit after another."""
+        path = self.path
+        steps = torch.arange(key.shape[2], device=key.device, dtype=torch.float64 if path is None else path.times.dtype)
+        return steps if path is None or path.times.shape[1] == 0 else path.times[:, -1:] + 1 + steps
+
     def _check(self, key: Tensor, value: Tensor, times: Tensor | None) -> Tensor:
         """The times (B, n) of what arrives."""
         path = self.path
         last = None if path is None or path.times.shape[1] == 0 else path.times[:, -1:]
         if times is None and isinstance(key, Tensor) and key.ndim == 4:
-            dtype = torch.float64 if path is None else path.times.dtype
-            steps = torch.arange(key.shape[2], device=key.device, dtype=dtype)
-            times = steps if last is None else last + 1 + steps
+            times = self.next_times(key)
         times, _ = _check_nodes(key, value, times, None)
         times = times.detach()
         if path is None:
@@ -396,6 +402,20 @@ class ContinuousCache:
                 f"times must not decrease, got {times[row, 0].item()!r} after {last[row, 0].item()!r} in the cache"
             )
         return times
+
+    def drop_newest(self, count: int) -> None:
+        """Forget the newest `count` nodes, as far as none of them was thinned out: `recent` − 1 or more.
+
+        Raises:
+            ValueError: they were thinned out already, or never came.
+        """
+        newest = self._end - self._settled - (self._settled > 0)
+        if not 0 <= count <= newest:
+            raise ValueError(f"count must be from 0 to {newest}, the nodes that weren't thinned out yet, got {count}")
+        self._end -= count
+        self.seen -= count
+        if self._room is not None:
+            self._room.present[:, self._end :] = False
 
     @staticmethod
     def _first(path: Path, length: int) -> Path:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from continuous_attention import simplify
 from continuous_attention.experiments.corpus import package_folder
-from continuous_attention.experiments.lines import PathReader, cut_at
+from continuous_attention.experiments.lines import PathReader, cut_at, cut_evenly
 from continuous_attention.experiments.report import UserError
 from continuous_attention.experiments.task import TEST_SEED, Arm, Samples, Task
 
@@ -104,8 +104,10 @@ def _contours(font: Any, letter: str, tolerance: float) -> list[Contour]:
             i += 1
             continue
         here = contours[-1]
-        ends = [here[0]] if codes[i] == 79 else list(vertices[i : i + degree])
-        here.extend(_flattened(np.array([here[-1], *ends]), tolerance))
+        if degree > 1:
+            here.extend(_flattened(np.array([here[-1], *vertices[i : i + degree]]), tolerance))
+        else:
+            here.append(here[0] if codes[i] == 79 else vertices[i])
         i += degree
     closed = [np.array([*c, c[0]]) for c in contours]
     moved = [np.vstack([c[:1], c[1:][np.abs(np.diff(c, axis=0)).max(1) > 0]]) for c in closed]
@@ -167,17 +169,27 @@ def merged(outlines: Outlines) -> Outlines:
     return Outlines(path.key[:, 0], joined, path.present)
 
 
-def _cut(contour: Tensor, generator: torch.Generator, how: str) -> Tensor:
+def _cut_letters(letters: Sequence[Sequence[Tensor]], test: str) -> Sequence[Sequence[Tensor]]:
+    """The letters with their lines cut as a test says."""
+    cut = {"cut ×4": _evenly, "unevenly ×4": _unevenly, "half ×8": _half}.get(test)
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    return letters if cut is None else [[cut(contour, generator) for contour in contours] for contours in letters]
+
+
+def _evenly(contour: Tensor, generator: torch.Generator) -> Tensor:
+    return cut_evenly(contour[None], 4)[0]
+
+
+def _unevenly(contour: Tensor, generator: torch.Generator) -> Tensor:
+    return cut_at(contour[None], torch.rand(1, len(contour) - 1, 3, generator=generator) ** 3)[0]
+
+
+def _half(contour: Tensor, generator: torch.Generator) -> Tensor:
     segments = len(contour) - 1
-    if how == "evenly":
-        return cut_at(contour[None], torch.tensor([0.25, 0.5, 0.75]).expand(1, segments, 3))[0]
-    if how == "unevenly":
-        return cut_at(contour[None], torch.rand(1, segments, 3, generator=generator) ** 3)[0]
-    shares = torch.rand(1, segments, 7, generator=generator)
+    pieces = cut_at(contour[None], torch.rand(1, segments, 7, generator=generator))[0]
     chosen = torch.rand(segments, generator=generator) < 0.5
-    pieces = cut_at(contour[None], shares)[0]
-    keep = torch.cat([F.pad(chosen[:, None].expand(-1, 7), (1, 0), value=True).flatten(), torch.ones(1).bool()])
-    return pieces[keep]
+    cuts = F.pad(chosen[:, None].expand(-1, 7), (1, 0), value=True).flatten()
+    return pieces[F.pad(cuts, (0, 1), value=True)]
 
 
 def _densified(contour: Tensor) -> Tensor:
@@ -191,26 +203,25 @@ def _densified(contour: Tensor) -> Tensor:
 # ---- The task
 
 
+@dataclass(frozen=True)
 class Letters(Samples):
     """Training letters, each turned, sheared and moved a little when it is asked for."""
 
-    def __init__(self, outlines: Outlines, label: Tensor, chosen: Tensor, generator: torch.Generator) -> None:
-        count = len(chosen)
-        turned = torch.eye(2) + 0.08 * torch.randn(count, 2, 2, generator=generator)
-        moved = 0.05 * torch.randn(count, 1, 2, generator=generator)
-        super().__init__({"chosen": chosen, "turned": turned, "moved": moved})
-        object.__setattr__(self, "outlines", outlines)
-        object.__setattr__(self, "label", label)
-
     outlines: Outlines
-    label: Tensor
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """See `Samples`."""
         chosen, turned, moved = (x[torch.as_tensor(indices)] for x in self.tensors.values())
         outlines = self.outlines.at(chosen)
         changed = Outlines(outlines.vertices @ turned + moved, outlines.joined, outlines.present)
-        return _samples(changed, self.label[chosen]).__getitems__(range(len(indices)))
+        return _samples(changed, chosen % len(LETTERS)).__getitems__(range(len(indices)))
+
+
+def _training(outlines: Outlines, chosen: Tensor, generator: torch.Generator) -> Letters:
+    count = len(chosen)
+    turned = torch.eye(2) + 0.08 * torch.randn(count, 2, 2, generator=generator)
+    moved = 0.05 * torch.randn(count, 1, 2, generator=generator)
+    return Letters({"chosen": chosen, "turned": turned, "moved": moved}, outlines)
 
 
 def _samples(outlines: Outlines, label: Tensor) -> Samples:
@@ -228,7 +239,7 @@ class Classifier(nn.Module):
         """Read outlines (N, L, 2); the target is a letter's index (N,)."""
         logits = self.reader(values, times, present)
         loss = F.cross_entropy(logits, target, label_smoothing=0.05)
-        return {"loss": loss, "errors": 100.0 * (logits.argmax(-1) != target), "logits": logits}
+        return {"loss": loss, "errors": 100.0 * (logits.argmax(-1) != target), "outputs": logits}
 
 
 class Glyphs(Task):
@@ -256,13 +267,25 @@ class Glyphs(Task):
         "finest": f"curves flattened to {FINEST:g}",
     }
 
+    same_lines = ("unchanged", "cut ×4", "unevenly ×4", "half ×8")
+
     def __init__(self, folders: Sequence[Path] = ()) -> None:
         self.fonts = find_fonts(folders)
         families = list(self.fonts)
         self.unseen = families[2::3]
-        self.label = torch.arange(len(LETTERS))
-        self.test_letters = {t: self._letters(self.unseen, t) for t in (TOLERANCE, FINE, FINEST)}
-        self.training_letters = self._letters([x for x in families if x not in self.unseen], TOLERANCE)
+        seen = self._letters([family for family in families if family not in self.unseen], TOLERANCE)
+        flat = {tolerance: self._letters(self.unseen, tolerance) for tolerance in (TOLERANCE, FINE, FINEST)}
+        unseen = {
+            name: _cut_letters(flat[{"finer": FINE, "finest": FINEST}.get(name, TOLERANCE)], name)
+            for name in self.tests
+        }
+        kinds = dict.fromkeys(arm.data for arm in self.arms)
+        self.seen = {kind: _prepared(kind, seen) for kind in kinds}
+        self.test_samples = {
+            (kind, name): _samples(_prepared(kind, letters), _labels(len(letters)))
+            for kind in kinds
+            for name, letters in unseen.items()
+        }
 
     def _letters(self, families: Sequence[str], tolerance: float) -> list[list[Tensor]]:
         return [
@@ -279,34 +302,29 @@ class Glyphs(Task):
     def training(self, arm: Arm, seed: int, count: int) -> Samples:
         """See `Task`."""
         generator = torch.Generator().manual_seed(seed)
-        outlines = _prepared(arm, self.training_letters)
-        chosen = torch.randint(len(self.training_letters), (count,), generator=generator)
-        return Letters(outlines, self._labels(self.training_letters), chosen, generator)
+        outlines = self.seen[arm.data]
+        chosen = torch.randint(len(outlines.vertices), (count,), generator=generator)
+        return _training(outlines, chosen, generator)
 
     def validation(self, arm: Arm) -> Samples:
         """See `Task`."""
-        outlines = _prepared(arm, self.training_letters)
-        labels = self._labels(self.training_letters)
-        some = torch.randperm(len(labels), generator=torch.Generator().manual_seed(TEST_SEED + 1))[:496]
-        generator = torch.Generator().manual_seed(TEST_SEED + 2)
-        return Letters(outlines, labels, some, generator)
+        generator = torch.Generator().manual_seed(TEST_SEED + 1)
+        outlines = self.seen[arm.data]
+        return _training(outlines, torch.randperm(len(outlines.vertices), generator=generator)[:496], generator)
 
     def test(self, arm: Arm, name: str) -> Samples:
         """See `Task`."""
-        generator = torch.Generator().manual_seed(TEST_SEED)
-        how = {"cut ×4": "evenly", "unevenly ×4": "unevenly", "half ×8": "half"}.get(name)
-        letters = self.test_letters[{"finer": FINE, "finest": FINEST}.get(name, TOLERANCE)]
-        if how is not None:
-            letters = [[_cut(contour, generator, how) for contour in contours] for contours in letters]
-        return _samples(_prepared(arm, letters), self._labels(letters))
-
-    def _labels(self, letters: Sequence[object]) -> Tensor:
-        return self.label.repeat(len(letters) // len(LETTERS))
+        return self.test_samples[arm.data, name]
 
 
-def _prepared(arm: Arm, letters: Sequence[Sequence[Tensor]]) -> Outlines:
-    """The letters as an arm sees them."""
-    if arm.data == "densified":
+def _labels(count: int) -> Tensor:
+    """Letters come font by font."""
+    return torch.arange(count) % len(LETTERS)
+
+
+def _prepared(kind: str, letters: Sequence[Sequence[Tensor]]) -> Outlines:
+    """The letters as the arms with such data see them."""
+    if kind == "densified":
         letters = [[_densified(contour) for contour in contours] for contours in letters]
     outlines = padded(letters)
-    return merged(outlines) if arm.data == "merged" else outlines
+    return merged(outlines) if kind == "merged" else outlines

@@ -28,14 +28,14 @@ COARSE = 16
 IRREGULAR_NODES = 48
 
 
-def trajectories(count: int, generator: torch.Generator) -> Tensor:
-    """Solutions on the finest grid by the classical Runge-Kutta method, (N, 401, 3)."""
+def trajectories(count: int, generator: torch.Generator, steps: int = STEPS) -> Tensor:
+    """Solutions on the finest grid by the classical Runge-Kutta method, (N, steps + 1, 3)."""
     start = torch.randn(count, 3, generator=generator, dtype=torch.float64) * 8
     state = start + torch.tensor([0.0, 0.0, 25.0], dtype=torch.float64)
     for _ in range(round(SETTLING / STEP)):
         state = _runge_kutta(state)
     states = [state]
-    for _ in range(STEPS):
+    for _ in range(steps):
         states.append(_runge_kutta(states[-1]))
     mean, deviation = (torch.tensor(x, dtype=torch.float64) for x in (MEAN, DEVIATION))
     return ((torch.stack(states, dim=1) - mean) / deviation).float()

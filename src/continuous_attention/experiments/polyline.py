@@ -61,8 +61,9 @@ class LineIntegrals(nn.Module):
 
     def forward(self, values: Tensor, times: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Compare the prediction for vertices (N, L, 2) with the target (N, 8)."""
-        errors = ((self.reader(values, times) - target) / self.deviation).square().mean(-1)
-        return {"loss": errors.mean(), "errors": errors}
+        outputs = self.reader(values, times)
+        errors = ((outputs - target) / self.deviation).square().mean(-1)
+        return {"loss": errors.mean(), "errors": errors, "outputs": outputs}
 
 
 class Polyline(Task):
@@ -85,6 +86,8 @@ class Polyline(Task):
         "×8": "each segment cut into 8 equal pieces",
         "random ×4": "each segment cut into 4 pieces at random, most of them short",
     }
+
+    same_lines = ("8 vertices", "×2", "×8", "random ×4")
 
     def __init__(self, test_samples: int) -> None:
         generator = torch.Generator().manual_seed(TEST_SEED)

@@ -94,6 +94,8 @@ class Task(ABC):
     arms: ClassVar[tuple[Arm, ...]]
     tests: ClassVar[dict[str, str]]
     """What the columns of the table are, by name."""
+    same_lines: ClassVar[tuple[str, ...]] = ()
+    """Tests that draw the same lines in other ways, so that the model's "outputs" should be those of the first one."""
 
     def build(self, arm: Arm, seed: int) -> nn.Module:
         """Return the freshly initialised model of an arm; all arms of a seed get the same weights."""
@@ -103,7 +105,7 @@ class Task(ABC):
         return model
 
     def model(self, arm: Arm) -> nn.Module:
-        """Return a model that maps a batch to {"loss", "errors"}; most tasks have one for all arms."""
+        """Return a model that maps a batch to {"loss", "errors"}, and "outputs" where there are `same_lines`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -126,6 +128,7 @@ class Task(ABC):
 class Tested(NamedTuple):
     """What a test of one model gave."""
 
+    outputs: Tensor
     error: float
     nodes: float
     """Nodes per sample."""
@@ -143,12 +146,14 @@ def evaluate(model: nn.Module, samples: Samples, batch_size: int) -> Tested:
     few = samples.__getitems__(range(min(16, len(samples))))
     model(**few)  # the first call is slower
     started = time.perf_counter()
-    errors = torch.cat([model(**batch)["errors"] for batch in batches])
+    found = [model(**batch) for batch in batches]
     seconds = time.perf_counter() - started
+    errors = torch.cat([x["errors"] for x in found])
+    outputs = torch.cat([x.get("outputs", x["errors"]) for x in found])
     nodes = [float(b["present"].sum()) if "present" in b else float(b["times"].numel()) for b in batches]
     kept = _bytes_kept(model, few) / len(few["times"])
     count = len(samples)
-    return Tested(float(errors.mean()), sum(nodes) / count, 1000 * seconds / count, kept / 1024)
+    return Tested(outputs, float(errors.mean()), sum(nodes) / count, 1000 * seconds / count, kept / 1024)
 
 
 def _bytes_kept(model: nn.Module, batch: dict[str, Tensor]) -> int:
