@@ -39,7 +39,9 @@ LONGEST = 32
 
 def sensors(hours: torch.Tensor, phase: torch.Tensor, height: torch.Tensor) -> torch.Tensor:
     """The truth: both sensors at the given hours, (B, L, 2)."""
-    first = height * torch.sin(2 * torch.pi * (hours - phase) / 24) + 0.3 * torch.sin(2 * torch.pi * hours / 5)
+    first = height * torch.sin(2 * torch.pi * (hours - phase) / 24) + 0.3 * torch.sin(
+        2 * torch.pi * (hours - phase) / 5
+    )
     second = 0.7 * height * torch.sin(2 * torch.pi * (hours - phase - 3) / 24)
     return torch.stack([first, second], dim=-1)
 

@@ -267,6 +267,7 @@ class Glyphs(Task):
         "finest": f"curves flattened to {FINEST:g}",
     }
 
+    curve = ("unchanged", "cut ×4", "half ×8")
     same_lines = ("unchanged", "cut ×4", "unevenly ×4", "half ×8")
 
     def __init__(self, folders: Sequence[Path] = ()) -> None:

@@ -91,6 +91,8 @@ class Lorenz(Task):
         "clumped 32": "32 nodes, clumped at random",
     }
 
+    curve = tuple(name for name in tests if name.startswith("dt"))
+
     def __init__(self, test_samples: int, *, width: int, heads: int, layers: int, training_trajectories: int) -> None:
         self.sizes = width, heads, layers
         self.training_trajectories = trajectories(training_trajectories, torch.Generator().manual_seed(TEST_SEED + 1))

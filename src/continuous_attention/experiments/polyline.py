@@ -87,7 +87,7 @@ class Polyline(Task):
         "random ×4": "each segment cut into 4 pieces at random, most of them short",
     }
 
-    same_lines = ("8 vertices", "×2", "×8", "random ×4")
+    curve = same_lines = ("8 vertices", "×2", "×8", "random ×4")
 
     def __init__(self, test_samples: int) -> None:
         generator = torch.Generator().manual_seed(TEST_SEED)

@@ -269,6 +269,7 @@ class Glucose(Readings):
         "every reading": (145, 1.0),
         "even 32": (32, 0.0),
     }
+    curve = ("16 readings", "32 readings", "every reading")
     HOURS, AHEAD, QUERIES, PLACES = 12.0, 2.0, 8, 145
 
     def read(self) -> tuple[dict[str, list[Series]], float]:
@@ -343,6 +344,7 @@ class LightCurve(Readings):
         "80 readings": (80, 1.0),
         "even 48": (48, 0.0),
     }
+    curve = ("24 readings", "48 readings", "80 readings")
     PLACES, QUERIES, LEAST = 96, 16, 400
     """Readings in a row, queries among them, and readings that a star must have."""
 
@@ -383,16 +385,18 @@ class LightCurve(Readings):
         ]
         times, values, observed = (torch.stack(x) for x in zip(*rows, strict=True))
         times = (times - times[:, :1]).float()
-        wide = (x.unsqueeze(-1).expand(-1, -1, self.features) for x in (shown, asked))
-        shown_wide, asked_wide = wide
+        shown_wide, asked_wide = (x.unsqueeze(-1).expand(-1, -1, self.features) for x in (shown, asked))
+        history, visible = values.gather(1, shown_wide), observed.gather(1, shown_wide)
+        # Stars drift over the years, so each sample is measured from the mean of its own history.
+        level = (history * visible).sum(1, keepdim=True) / visible.sum(1, keepdim=True).clamp_min(1)
         return Samples(
             {
-                "values": values.gather(1, shown_wide),
+                "values": (history - level).masked_fill(~visible, 0.0),
                 "times": times.gather(1, shown),
-                "observed": observed.gather(1, shown_wide),
+                "observed": visible,
                 "present": torch.ones_like(shown, dtype=torch.bool),
                 "query_times": times.gather(1, asked),
-                "target": values.gather(1, asked_wide),
+                "target": values.gather(1, asked_wide) - level,
                 "wanted": observed.gather(1, asked_wide),
             }
         )

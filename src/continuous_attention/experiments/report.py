@@ -310,8 +310,9 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the table to the terminal."""
+    """Print the table to the terminal, as wide as it is: a narrow one wraps the lines and cuts no number."""
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
@@ -319,4 +320,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(name, justify="right" if column else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)
+    console.print(table)

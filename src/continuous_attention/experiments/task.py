@@ -94,6 +94,8 @@ class Task(ABC):
     arms: ClassVar[tuple[Arm, ...]]
     tests: ClassVar[dict[str, str]]
     """What the columns of the table are, by name."""
+    curve: ClassVar[tuple[str, ...]]
+    """Tests that differ in the number of nodes alone, for the plot of the error against it."""
     same_lines: ClassVar[tuple[str, ...]] = ()
     """Tests that draw the same lines in other ways, so that the model's "outputs" should be those of the first one."""
 

@@ -79,7 +79,7 @@ PRESETS = {
         _preset("glyphs", "quick", steps=250, batch_size=64, learning_rate=8e-3, eval_every=125),
         _preset("lorenz", "quick", steps=250, batch_size=16, learning_rate=6e-3, eval_every=125, test_samples=64),
         _preset("glucose", "quick", steps=150, batch_size=32, learning_rate=3e-3, eval_every=50, test_samples=512),
-        _preset("lightcurve", "quick", steps=120, batch_size=32, learning_rate=6e-3, eval_every=40, test_samples=512),
+        _preset("lightcurve", "quick", steps=120, batch_size=32, learning_rate=4e-3, eval_every=40, test_samples=512),
         _preset("polyline", "full", steps=10000, batch_size=128, learning_rate=3e-3, eval_every=1000),
         _preset("glyphs", "full", steps=4000, batch_size=192, learning_rate=3e-3, eval_every=400),
         _preset(
@@ -371,6 +371,7 @@ def write_report(config: TimeseriesConfig, task: Task, results: Sequence[Result]
     stored = report.read_config(config.out)
     cells = {name: [cell([row.error for row in rows]) for rows in by_test.values()] for name, by_test in table.items()}
     errors = [["arm", *task.tests], *([name, *map(format, row)] for name, row in cells.items())]
+    against = [["arm", *task.tests], *_ratios(table)]
     costs = [
         ["arm", "parameters", *(f"{test}: nodes" for test in _ends(task)), "ms", "kB"],
         *(
@@ -388,7 +389,9 @@ def write_report(config: TimeseriesConfig, task: Task, results: Sequence[Result]
         ["arm", *task.same_lines[1:]],
         *([name, *(f"{max(r.moved for r in x[t]):.1e}" for t in task.same_lines[1:])] for name, x in table.items()),
     ]
-    content = _report(config, task, stored, *(report.markdown_table(x[0], x[1:]) for x in (errors, costs, moves)))
+    content = _report(
+        config, task, stored, *(report.markdown_table(x[0], x[1:]) for x in (errors, against, costs, moves))
+    )
     report.replace(config.out / report.REPORT, content.encode())
     print(f"\n{task.measure}, mean of the seeds; {report.REPORT} has their spread")
     header = ["arm", *(test.replace(" ", "\n") for test in task.tests)]
@@ -403,6 +406,23 @@ def _ends(task: Task) -> list[str]:
     return [tests[0], tests[-1]]
 
 
+def _ratios(table: Table) -> list[list[str]]:
+    """Each arm's error over that of the exact rule with the same data and the same seed."""
+    rows = []
+    for name, by_test in table.items():
+        _, separator, data = name.partition(", ")
+        exact = table.get(f"exact{separator}{data}", table.get("exact"))
+        if exact is None or exact is by_test:
+            continue
+        row = [name]
+        for test, found in by_test.items():
+            errors = {x.seed: x.error for x in exact[test]}
+            untrained = mean(errors.values())
+            row.append(format(cell([x.error / errors.get(x.seed, untrained) for x in found])))
+        rows.append(row)
+    return rows
+
+
 def _cost(rows: Sequence[Result]) -> list[str]:
     values = [mean(getattr(row, name) for row in rows) for name in ("milliseconds", "kilobytes")]
     return ["" if math.isnan(value) else f"{value:.3g}" for value in values]
@@ -415,7 +435,7 @@ _STYLES: Mapping[str, tuple[str, str]] = {
     "trapezoid": ("#0072B2", "s"),
     "gregory": ("#56B4E9", "v"),
     "rectangle": ("#009E73", "^"),
-    "softmax": ("#000000", "x"),
+    "softmax": ("#000000", "p"),
     "gauss": ("#E69F00", "P"),
     "GRU with gaps": ("#8B5A2B", "*"),
 }
@@ -441,11 +461,12 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
         place = [j + (i - (len(table) - 1) / 2) * 0.7 / len(table) for j in range(len(tests))]
         means, spreads = [x[0] for x in cells], [0.0 if math.isnan(x[1]) else x[1] for x in cells]
         left.errorbar(place, means, spreads, label=name, linestyle="none", **style)
-        nodes, means, spreads = zip(*sorted(zip(nodes, means, spreads, strict=True)), strict=True)
+        rows = sorted(x for x in zip(nodes, means, spreads, tests, strict=True) if x[3] in task.curve)
+        nodes, means, spreads, _ = zip(*rows, strict=True)
         right.errorbar(nodes, means, spreads, linestyle="--" if data else "-", **style)
     left.set_xticks(range(len(tests)), tests, rotation=25, ha="right")
     left.set_title("Error in each test")
-    right.set_title("Error against the number of nodes")
+    right.set_title(f"Error against the number of nodes ({', '.join(task.curve)})", fontsize="medium")
     right.set_xlabel("nodes per sample")
     right.set_xscale("log")
     from matplotlib.ticker import LogLocator, ScalarFormatter
@@ -454,7 +475,7 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
         axes.set_ylabel(task.measure)
         axes.set_yscale("log")
     for axis in (left.yaxis, right.yaxis, right.xaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
         axis.set_major_formatter(ScalarFormatter())
         axis.minorticks_off()
     figure.suptitle(f"{task.title} (mean and spread of {config.seeds} seeds)")
@@ -462,7 +483,9 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
     report.save_figure(config.out / PLOT, figure)
 
 
-def _report(config: TimeseriesConfig, task: Task, stored: dict[str, Any], errors: str, costs: str, moves: str) -> str:
+def _report(
+    config: TimeseriesConfig, task: Task, stored: dict[str, Any], errors: str, against: str, costs: str, moves: str
+) -> str:
     session = stored["sessions"][-1]
     machine, versions = session["machine"], session["versions"]
     threads = "one thread" if config.threads == 1 else f"{config.threads or 'all'} threads"
@@ -497,6 +520,13 @@ Python {versions["python"]}, torch {versions["torch"]}.
 ![Errors]({PLOT})
 
 {tests}
+
+## Against the exact rule
+
+Each arm's error over that of "exact" with the same seed (and the same data, if there is such an arm): mean ± standard
+deviation of these ratios. Above 1, the exact rule is better.
+
+{against}
 {same if task.same_lines else ""}
 ## Cost
 
