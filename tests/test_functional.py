@@ -625,3 +625,13 @@ def test_intervals_beyond_the_nodes_are_cut() -> None:
     near = torch.tensor([[[0, 2], [2, 2]]])
     times = torch.tensor([1.0, 2.0])
     assert torch.equal(attend(q, k, v, intervals=far, times=times), attend(q, k, v, intervals=near, times=times))
+
+
+def test_times_too_small_for_float32_lengths_go_to_the_reference() -> None:
+    query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    times = torch.tensor([0.0, 1.0, 1.5, 3.0, 7.0], dtype=torch.float64)
+    wanted = continuous_attention(query, key, value, times=times, boundary="none")
+    tiny = continuous_attention(query, key, value, times=times * 1e-37, boundary="none")
+    torch.testing.assert_close(tiny, wanted)
+    with pytest.raises(NotImplementedError, match="keeps lengths in float32"):
+        continuous_attention(query, key, value, times=times * 1e-37, boundary="none", backend="cpu")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from oracle import attention as integrate
 from torch import Tensor, nn
 
-from continuous_attention import ContinuousMultiheadAttention
+from continuous_attention import ContinuousCache, ContinuousMultiheadAttention
 
 B, LQ, LK, E, H = 3, 5, 5, 8, 2
 EPS = torch.finfo(torch.float64).eps
@@ -433,3 +433,36 @@ def test_empty_sequences(lengths: tuple[int, int]) -> None:
     assert out.shape == (B, lq, E)
     if lk == 0:
         assert torch.equal(out, module.out_proj.bias.expand_as(out))
+
+
+def test_a_cache_is_as_it_was_after_a_refusal() -> None:
+    module = ContinuousMultiheadAttention(8, 2, batch_first=True, boundary="none", periods=(1.0, 10.0))
+    cache = ContinuousCache(0.0)
+    x = torch.randn(1, 4, 8)
+    module(x, x, x, is_causal=True, cache=cache)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        module(x, x, x, is_causal=True, window=0, cache=cache)
+    with pytest.raises(ValueError, match="query needs query_times where it is longer"):
+        module(torch.randn(1, 5, 8), x, x, is_causal=True, cache=cache)
+    with pytest.raises(ValueError, match="don't go together with a cache"):
+        module(x, x, x, torch.zeros(1, 4, dtype=torch.bool), cache=cache)
+    assert cache.seen == 4
+    fourth = ContinuousMultiheadAttention(8, 2, batch_first=True, interpolation="fourth_order")
+    with pytest.raises(NotImplementedError, match="a cache needs interpolation='linear'"):
+        fourth(x, x, x, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("periods", "error", "message"),
+    [
+        (3.0, TypeError, "periods must be a pair"),
+        ((1.0, "a"), TypeError, "periods must be a number"),
+        ((2.0, 1.0), ValueError, "periods must be positive and rise"),
+        ((0.0, 1.0), ValueError, "periods must be positive and rise"),
+    ],
+)
+def test_periods_are_checked(periods: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ContinuousMultiheadAttention(8, 2, periods=periods)
+    with pytest.raises(ValueError, match="need an even head dim"):
+        ContinuousMultiheadAttention(6, 2, periods=(1.0, 2.0))

@@ -35,6 +35,8 @@ from continuous_attention.kernels import cpu
 
 BOUNDARIES = ("zero", "repeat", "half", "none")
 RULES = ("exact", "trapezoid", "rectangle", "taylor")
+SHORTEST_PATH = 1e-30
+"""Below it, the CPU kernels' float32 lengths lose digits."""
 INTERPOLATIONS = ("linear", "fourth_order")
 BACKENDS = ("reference", "cpu", "triton")
 
@@ -477,9 +479,16 @@ def _resolve(
     if is_causal and times is not None and query_times is not None:
         end_length = end_held + _held_until(query_times, times, seen, mask)
 
+    lengths = None if times is None else iv.segment_lengths(times, seen)
+    if kernel and lengths is not None and not iv.holds(_fits_float32(lengths)):
+        if backend == "cpu":
+            raise _incapable(
+                f"keeps lengths in float32, and these times differ by less than {SHORTEST_PATH} altogether"
+            )
+        kernel = False
     arguments = {
         "scale": scale,
-        "lengths": None if times is None else iv.segment_lengths(times, seen),
+        "lengths": lengths,
         "start_node": start_node,
         "start_length": start_held,
         "end_length": end_length,
@@ -653,6 +662,12 @@ def _held_until(query_times: Tensor, times: Tensor, seen: Tensor, mask: Tensor |
     lo, hi = seen.unbind(-1)
     held = query_times.unsqueeze(1) - iv.at(times.unsqueeze(1), hi - 1)
     return torch.where(hi > lo, held, 0.0)
+
+
+def _fits_float32(lengths: Tensor) -> Tensor:
+    """Whether the path of each batch element, of lengths (B or 1, Lk), is long enough for shares of it in float32."""
+    longest = lengths.detach().sum(-1)
+    return (longest == 0) | (longest >= SHORTEST_PATH)
 
 
 def _fits_sdpa(key: Tensor, rule: str, arguments: dict[str, Any]) -> bool:

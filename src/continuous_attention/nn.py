@@ -196,8 +196,15 @@ class ContinuousMultiheadAttention(nn.Module):
         visible = self._visible(key_padding_mask, attn_mask, q, k)
         if cache is not None and visible is not None:
             raise ValueError("key_padding_mask and attn_mask don't go together with a cache, got both")
-        if cache is not None and times is None:
-            times = cache.next_times(k)
+        if cache is not None:
+            if self.interpolation != "linear":
+                raise NotImplementedError(f"a cache needs interpolation='linear', got {self.interpolation!r}")
+            if query_times is None and q.shape[2] > k.shape[2]:
+                raise ValueError(
+                    "with a cache, query needs query_times where it is longer than the new nodes it stands on, got "
+                    f"{q.shape[2]} queries and {k.shape[2]} nodes"
+                )
+            times = cache.next_times(k) if times is None else times
         if self.periods is not None:
             q, k = self._rotated(q, k, times, query_times)
         how = {

@@ -3,8 +3,9 @@
 Shape legend: B batch, Hkv key/value heads, Lk nodes, D and Dv head dims.
 """
 
+import re
 import warnings
-from datetime import datetime, timezone
+from datetime import date, datetime, timedelta, timezone
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -40,18 +41,20 @@ def to_times(stamps: Any, *, unit: str = "s", origin: Any = None) -> Tensor:
 
     Args:
         stamps: numpy datetime64 or timedelta64 of any shape, a pandas DatetimeIndex, TimedeltaIndex or Series of these,
-            or a list of datetime objects or ISO strings. Time zones are turned into UTC, and what has none counts as
-            UTC.
+            or a list of dates (datetime, pandas Timestamp, ISO strings from "2026-07" on), or of durations (timedelta,
+            pandas Timedelta). Time zones are turned into UTC, and what has none counts as UTC. None, NaT and NaN among
+            them are missing.
         unit: "ns", "us", "ms", "s", "m" (minutes), "h", "D" or "W".
-        origin: the date of time 0, one of the things that `stamps` may hold; 1970-01-01 where None (for timedelta64:
+        origin: the date of time 0, one of the things that `stamps` may hold; 1970-01-01 where None (for durations:
             a duration, 0 where None).
 
     Returns:
-        times of the shape of `stamps`, float64; NaN where a stamp is NaT, which suits padding.
+        times of the shape of `stamps`, float64; NaN where a stamp is missing, which suits padding.
 
     Raises:
         TypeError: these aren't dates.
-        ValueError: the unit isn't one of these, or stamps − origin doesn't fit into 64 bits.
+        ValueError: the unit isn't one of these, the stamps' rows differ in length, or stamps or stamps − origin don't
+            fit into 64 bits.
     """
     import numpy as np
 
@@ -81,18 +84,14 @@ def _as_numpy(name: str, stamps: Any) -> Any:
     accessor = getattr(stamps, "dt", stamps)  # of a pandas Series
     if getattr(accessor, "tz", None) is not None:
         stamps = accessor.tz_convert(None)
-    found = np.asarray(stamps)
+    try:
+        found = np.asarray(stamps)
+    except ValueError as error:
+        raise ValueError(f"{name} must be one date, or rows of equal length ({error})") from None
     if found.dtype.kind in "OU":
-        try:
-            naive = [
-                x.astimezone(timezone.utc).replace(tzinfo=None) if isinstance(x, datetime) and x.tzinfo else x
-                for x in found.ravel().tolist()
-            ]
-            with warnings.catch_warnings():  # numpy warns that it turns a time zone into UTC, as wanted
-                warnings.simplefilter("ignore", UserWarning)
-                found = np.array(naive, dtype="datetime64").reshape(found.shape)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name} must hold dates, got {found.ravel()[:1].tolist()[0]!r} ({error})") from None
+        found = _of_objects(name, found)
+    elif found.size == 0 and found.dtype.kind not in "mM":
+        found = found.astype("datetime64[s]")
     if found.dtype.kind not in "mM":
         raise TypeError(f"{name} must hold dates (datetime64, datetime, ISO strings), got {found.dtype}")
     counted_in = np.datetime_data(found.dtype)[0]
@@ -101,6 +100,53 @@ def _as_numpy(name: str, stamps: Any) -> Any:
     if counted_in in ("generic", "Y", "M"):
         raise TypeError(f"{name} must hold dates, or durations in a unit of one length, got {found.dtype}")
     return found
+
+
+def _of_objects(name: str, objects: Any) -> Any:
+    """An array of objects or strings as datetime64 or timedelta64, in the largest unit that holds all of them."""
+    import numpy as np
+
+    stamps = []
+    with warnings.catch_warnings():  # numpy warns that it turns a time zone into UTC, as wanted
+        warnings.simplefilter("ignore", UserWarning)
+        for x in objects.ravel().tolist():
+            try:
+                stamps.append(_as_stamp(x))
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{name} must hold dates, got {x!r} ({error})") from None
+            except OverflowError as error:
+                raise ValueError(f"{name} must hold dates that fit into 64 bits, got {x!r} ({error})") from None
+    known = [x for x in stamps if x is not None]
+    if len({x.dtype.kind for x in known}) > 1:
+        raise TypeError(f"{name} must hold dates or durations, got both")
+    dtype = np.result_type(*{x.dtype for x in known}) if known else np.dtype("datetime64[s]")
+    for x in known:
+        if x.astype(dtype).astype(x.dtype) != x:
+            raise ValueError(f"{name} must fit into {dtype} of 64 bits, which some are counted in, got {x}")
+    return np.array(stamps, dtype=dtype).reshape(objects.shape)
+
+
+def _as_stamp(x: Any) -> Any:
+    """One date as datetime64 without a time zone, one duration as timedelta64, or None where it's missing."""
+    import numpy as np
+
+    if x is None or x != x:  # noqa: PLR0124 (NaT and NaN)
+        return None
+    if isinstance(x, str):
+        if not re.match(r"\d{4}-\d{2}", x):
+            raise TypeError("an ISO date begins with YYYY-MM")
+        return np.datetime64(x)
+    if isinstance(x, timedelta):
+        return x.to_timedelta64() if hasattr(x, "to_timedelta64") else np.timedelta64(x)
+    if isinstance(x, datetime) and x.tzinfo:
+        x = x.astimezone(timezone.utc).replace(tzinfo=None)
+    if hasattr(x, "to_datetime64"):  # a pandas Timestamp, which has nanoseconds
+        return x.to_datetime64()
+    if isinstance(x, date):
+        return np.datetime64(x)
+    if isinstance(x, (np.datetime64, np.timedelta64)):
+        return x
+    raise TypeError(f"a {type(x).__name__} is none")
 
 
 # ---- Fourth order
@@ -195,7 +241,7 @@ def simplify(
         |k_i − k(τ_i)| ≤ tolerance  and  |v_i − v(τ_i)| ≤ tolerance        in every head, for every dropped node i
 
     where k(τ), v(τ) are the path through the nodes that stay. The first and the last node stay. Without nodes exactly
-    on a line every output is as it was, since the times say how long the lines are. Otherwise, for a query that sees
+    on a line every output is as it was (of interpolation="linear"), since the times say how long the lines are. Otherwise, for a query that sees
     the whole path, each score moves by at most ε = |scale| · |q| · tolerance, and the output by at most
     tolerance + (e^{2ε} − 1) · (the diameter of the values). The farthest node beyond the tolerance is put back until
     there is none (the method of Ramer, Douglas and Peucker, in time instead of space), so the result isn't always the
@@ -237,9 +283,15 @@ def _check_tolerance(tolerance: Any) -> tuple[float, float]:
     return of_key, of_value
 
 
+def _check_key_value(key: Tensor, value: Tensor) -> None:
+    check_qkv(key, key, value, ("key", "key", "value"), "B, heads, length, head dim")
+    if key.shape[1] == 0:
+        raise ValueError(f"key must have at least one head, got shape {tuple(key.shape)}")
+
+
 def _check_nodes(key: Tensor, value: Tensor, times: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
     """Times and present nodes, both (B, Lk)."""
-    check_qkv(key, key, value, ("key", "key", "value"), "B, heads, length, head dim")
+    _check_key_value(key, value)
     batch, length = len(key), key.shape[2]
     times = check_times("times", times, batch, length, key.device)
     if times is None:
@@ -310,8 +362,8 @@ def _gather(key: Tensor, value: Tensor, times: Tensor, kept: Tensor, order: Tens
 class ContinuousCache:
     """Keys and values of a stream that is decoded step by step, thinned out at a controlled error as they grow old.
 
-    The newest nodes stay as they came. Whenever there are 2 · `recent` of them, the older half is simplified as
-    `simplify` does: every dropped node lies within `tolerance` of the path through the nodes that stay. So a smooth,
+    The newest nodes stay as they came. When an update finds 2 · `recent` of them or more, it first simplifies all but
+    the newest `recent` as `simplify` does: every dropped node lies within `tolerance` of the path through the nodes that stay. So a smooth,
     oversampled stream is kept in few nodes, and one that turns at every node is kept whole.
 
         path = cache.update(key, value, times)
@@ -319,8 +371,9 @@ class ContinuousCache:
 
     Args:
         tolerance: largest distance, or one for keys and one for values, see `simplify`. 0 drops what lies on a line.
-        recent: at least 1; this many of the newest nodes are never dropped. A window that is shorter sees exactly what
-            it would see without the cache.
+        recent: at least 1; this many of the newest nodes are kept as they came, and a window that is shorter sees
+            exactly what it would see without the cache. After `drop_newest` the newest nodes are older ones, which may
+            have been thinned out.
 
     It holds one layer, and no gradient flows through it: what it stores is detached. Batch elements keep different
     numbers of nodes, so the path is padded on the left.
@@ -379,41 +432,54 @@ class ContinuousCache:
     def next_times(self, key: Tensor) -> Tensor:
         """The times (n,) or (B, n) of new nodes (B, Hkv, n, D) that come one unit after another."""
         path = self.path
+        if path is not None:
+            self._check_fits("key", key, path.key)
         steps = torch.arange(key.shape[2], device=key.device, dtype=torch.float64 if path is None else path.times.dtype)
         return steps if path is None or path.times.shape[1] == 0 else path.times[:, -1:] + 1 + steps
 
     def _check(self, key: Tensor, value: Tensor, times: Tensor | None) -> Tensor:
         """The times (B, n) of what arrives."""
         path = self.path
-        last = None if path is None or path.times.shape[1] == 0 else path.times[:, -1:]
-        if times is None and isinstance(key, Tensor) and key.ndim == 4:
-            times = self.next_times(key)
-        times, _ = _check_nodes(key, value, times, None)
+        _check_key_value(key, value)
+        if path is not None:
+            self._check_fits("key", key, path.key)
+            self._check_fits("value", value, path.value)
+        times, _ = _check_nodes(key, value, self.next_times(key) if times is None else times, None)
         times = times.detach()
         if path is None:
             return times
-        for name, x, held in (("key", key, path.key), ("value", value, path.value), ("times", times, path.times)):
-            wanted = (*held.shape[:-2], x.shape[-2], held.shape[-1]) if x.ndim == 4 else (held.shape[0], x.shape[1])
-            check_shape(name, x, [wanted], "of what the cache holds but for the new nodes")
-            check_tensor(name, x, (held.dtype,), held.device)
-        if last is not None and times.shape[1] and bool((times[:, :1] < last).any()):
+        check_tensor("times", times, (path.times.dtype,), path.times.device)
+        last = path.times[:, -1:]
+        if last.shape[1] and times.shape[1] and bool((times[:, :1] < last).any()):
             row = int((times[:, :1] < last).any(-1).nonzero()[0])
             raise ValueError(
                 f"times must not decrease, got {times[row, 0].item()!r} after {last[row, 0].item()!r} in the cache"
             )
         return times
 
+    @staticmethod
+    def _check_fits(name: str, new: Tensor, held: Tensor) -> None:
+        """All but the number of nodes (B, Hkv, n, D) is as in the cache."""
+        wanted = (*held.shape[:2], new.shape[2], held.shape[3])
+        check_shape(name, new, [wanted], "of what the cache holds but for the new nodes")
+        check_tensor(name, new, (held.dtype,), held.device)
+
     def drop_newest(self, count: int) -> None:
-        """Forget the newest `count` nodes, as far as none of them was thinned out: `recent` − 1 or more.
+        """Forget the newest `count` nodes, those of the last update for one, as far as none of them was thinned out.
 
         Raises:
             ValueError: they were thinned out already, or never came.
+            TypeError: the count isn't an int.
         """
+        if not is_integer(count):
+            raise TypeError(f"count must be an int, got {type(count).__name__}")
         newest = self._end - self._settled - (self._settled > 0)
         if not 0 <= count <= newest:
             raise ValueError(f"count must be from 0 to {newest}, the nodes that weren't thinned out yet, got {count}")
         self._end -= count
         self.seen -= count
+        if self.seen == 0:
+            self._room = None
         if self._room is not None:
             self._room.present[:, self._end :] = False
 
@@ -433,8 +499,10 @@ class ContinuousCache:
         simplified = _kept(key, value, times, stretch, self.tolerances)
         kept = present & (simplified | newest | (nodes <= self._settled))
         # To the right, so that the newest nodes stay in line; padding comes first.
-        order = kept.to(torch.int8).argsort(dim=-1, stable=True)[:, self._end - int(kept.sum(-1).max()) :]
-        self._room = _gather(key, value, times, kept, order)
+        longest = int(kept.sum(-1).max()) if len(kept) else self.recent
+        order = kept.to(torch.int8).argsort(dim=-1, stable=True)[:, self._end - longest :]
+        with torch.inference_mode(False):  # as in `_grow`
+            self._room = _gather(key, value, times, kept, order)
         self._end = order.shape[1]
         self._settled = self._end - self.recent
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from continuous_attention import ContinuousMultiheadAttention
 from continuous_attention.experiments import glyphs, lines, lorenz, polyline, readings
 from continuous_attention.experiments.report import UserError
-from continuous_attention.experiments.rules import RULES, node_weights, use_rule
+from continuous_attention.experiments.rules import RULES, gregory_weights, use_rule
 from continuous_attention.experiments.task import Arm, Samples, Task, clumped_order, evaluate, parameters
 
 
@@ -83,12 +83,26 @@ def test_padding_changes_no_rule(rule: str) -> None:
 
 def test_gregory_integrates_cubics_on_an_even_grid() -> None:
     steps = torch.full((1, 9), 0.1, dtype=torch.float64)
-    weights = node_weights("gregory", steps, torch.ones(1, 10, dtype=torch.bool))
+    weights = gregory_weights(steps)
     x = torch.arange(10).double() / 10
     for power in range(4):
         torch.testing.assert_close(
             (weights[0] * x**power).sum(), torch.tensor(0.9 ** (power + 1) / (power + 1)).double()
         )
+
+
+def test_gregory_corrects_the_ends_of_every_path() -> None:
+    steps = torch.rand(1, 7, dtype=torch.float64)
+    two = torch.cat([steps, torch.zeros(1, 1).double(), steps], dim=-1)
+    torch.testing.assert_close(gregory_weights(two), gregory_weights(steps).repeat(1, 2))
+
+
+def test_other_rules_are_refused_where_they_are_not_defined() -> None:
+    with pytest.raises(ValueError, match="rule must be one of exact, fourth-order, trapezoid"):
+        use_rule(attention("exact"), "simpson")
+    values = torch.randn(1, 4, 2).double()
+    with pytest.raises(NotImplementedError, match="got is_causal"):
+        attention("softmax")(torch.randn(1, 4, 8).double(), values, values, is_causal=True, times=torch.arange(4.0))
 
 
 # ---- Lines
@@ -198,7 +212,7 @@ def letters() -> glyphs.Glyphs:
 
 
 def dejavu(letters: glyphs.Glyphs) -> Path:
-    return next(file for file in letters.fonts["DejaVu Sans"] if file.name == "DejaVuSans.ttf")
+    return next(file for file in letters.fonts["DejaVu"] if file.name == "DejaVuSans.ttf")
 
 
 def test_an_h_has_twelve_corners_from_minus_one_to_one(letters: glyphs.Glyphs) -> None:
@@ -252,9 +266,10 @@ def test_contours_are_not_joined_and_cuts_keep_every_length(letters: glyphs.Glyp
 def test_merging_undoes_cuts(letters: glyphs.Glyphs) -> None:
     plain, cut = (letters.test_samples["merged", name].tensors for name in ("unchanged", "unevenly ×4"))
     torch.testing.assert_close(plain["present"].sum(-1), cut["present"].sum(-1))
-    count = int(plain["present"].sum(-1).max())
-    present = plain["present"][:, :count, None]
-    torch.testing.assert_close(plain["values"][:, :count] * present, cut["values"][:, :count] * present)
+    for n in range(0, len(plain["values"]), 7):
+        before, after = (x["values"][n, x["present"][n]] for x in (plain, cut))
+        # Where a cut came near to a corner, it may have stayed instead.
+        assert on_the_line(after, before).max() <= 2 * glyphs.MERGED
 
 
 def test_the_exact_classifier_sees_no_cut(letters: glyphs.Glyphs) -> None:

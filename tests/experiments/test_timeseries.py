@@ -76,6 +76,7 @@ def test_an_unknown_flag_or_value_exits_with_2(arguments: list[str]) -> None:
             {"arms": ("gauss",)},
             "--arms 'gauss' is none of 'exact', 'fourth-order', 'trapezoid', 'gregory', 'rectangle'",
         ),
+        ({"seed": 20261129}, "--seed 20261129 must leave the seeds from 20261130 on to the test data"),
         ({"eval_every": 7}, "--eval-every 7 must be at most --steps 4"),
         ({"fonts": (Path("/nowhere"),)}, "--fonts /nowhere is not a folder"),
     ],
@@ -198,6 +199,20 @@ def test_cells_have_three_digits() -> None:
     assert f"{timeseries.cell([12.0, 14.0, 16.0]):mean}" == "14.0"
     assert f"{timeseries.cell([123.4])}" == "123"
     assert f"{timeseries.cell([0.0])}" == "0.00"
+    assert f"{timeseries.cell([float('inf'), 1.0])}" == "nan"
+
+
+def test_a_diverged_run_leaves_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert cli.main(flags(out, learning_rate=1e18, weight_decay=0.0)) == 0
+    assert "nan" in (out / "report.md").read_text()
+    assert imread(out / "errors.png").shape[2] == 4
+
+
+def test_ratios_to_an_error_of_zero_are_nan() -> None:
+    rows = [Result(arm, 0, "a", error, 8, 1, 1, 0) for arm, error in (("exact", 0.0), ("softmax", 0.5))]
+    table = {row.arm: {"a": [row]} for row in rows}
+    assert timeseries._ratios(table) == [["softmax", "nan"]]
 
 
 def test_untrained_guesses_come_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Fonts draw letters with straight lines and Bézier curves; flattened, each outline is a few closed polylines. They form
 one path whose contours aren't joined: the first vertex of a contour stands at the time of the last one before, so that
-nothing is integrated between them.
+nothing is integrated between them. A contour's first vertex stands at its end again.
 
 Shape legend: N letters, L vertices.
 """
@@ -37,6 +37,8 @@ FONT_PACKAGES = ("font_hanken_grotesk", "font_roboto", "font_source_sans_pro")
 """Python packages with fonts, which are used where they are installed."""
 OMITTED = ("cmex10", "cmmi10", "cmsy10", "Last Resort High-Efficiency")
 """Fonts that have all letters by name but draw something else."""
+RELATED = {"cm": "Computer Modern", "DejaVu": "DejaVu"}
+"""Families that share letters count as one, by how their names begin."""
 TOLERANCE, FINE, FINEST = 0.1, 0.02, 0.005
 """Farthest that a flattened curve is from the curve; an H is 2 high."""
 DENSE = 0.2
@@ -66,7 +68,7 @@ def find_fonts(folders: Sequence[Path]) -> dict[str, list[Path]]:
             except RuntimeError:
                 continue  # not a font that can be read
             if complete and font.family_name not in OMITTED:
-                family = "Computer Modern" if font.family_name.startswith("cm") else font.family_name
+                family = next((y for x, y in RELATED.items() if font.family_name.startswith(x)), font.family_name)
                 families[family].setdefault(font.postscript_name, file)
     return {family: list(families[family].values()) for family in sorted(families)}
 

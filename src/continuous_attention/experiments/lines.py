@@ -19,7 +19,7 @@ def arc_lengths(vertices: Tensor) -> Tensor:
 
 def cut_evenly(vertices: Tensor, pieces: int) -> Tensor:
     """Cut every segment into equal pieces."""
-    shares = torch.arange(1, pieces) / pieces
+    shares = torch.arange(1, pieces, dtype=vertices.dtype) / pieces
     return cut_at(vertices, shares.expand(len(vertices), vertices.shape[1] - 1, -1))
 
 

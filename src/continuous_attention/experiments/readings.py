@@ -208,7 +208,7 @@ class Readings(Task):
         """See `Task`."""
         if arm.rule in RULES:
             return AttentionReader(self.forecasts, self.unit, self.features, self.periods, self.width, self.layers)
-        # As many parameters as the attention model, within a few per cent.
+        # About as many parameters as the attention model: 0.97 times at the quick presets, 1.1 times at the full ones.
         return GapReader(self.forecasts, self.unit, self.features, self.gap, round(1.2 * self.width * self.layers**0.5))
 
     def training(self, arm: Arm, seed: int, count: int) -> Samples:
@@ -386,12 +386,12 @@ class LightCurve(Readings):
         times, values, observed = (torch.stack(x) for x in zip(*rows, strict=True))
         times = (times - times[:, :1]).float()
         shown_wide, asked_wide = (x.unsqueeze(-1).expand(-1, -1, self.features) for x in (shown, asked))
-        history, visible = values.gather(1, shown_wide), observed.gather(1, shown_wide)
+        known, visible = values.gather(1, shown_wide), observed.gather(1, shown_wide)
         # Stars drift over the years, so each sample is measured from the mean of its own history.
-        level = (history * visible).sum(1, keepdim=True) / visible.sum(1, keepdim=True).clamp_min(1)
+        level = (known * visible).sum(1, keepdim=True) / visible.sum(1, keepdim=True).clamp_min(1)
         return Samples(
             {
-                "values": (history - level).masked_fill(~visible, 0.0),
+                "values": (known - level).masked_fill(~visible, 0.0),
                 "times": times.gather(1, shown),
                 "observed": visible,
                 "present": torch.ones_like(shown, dtype=torch.bool),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 CONFIG, METRICS, PLOT, REPORT = "config.json", "metrics.csv", "loss.png", "report.md"
@@ -285,6 +286,15 @@ def new_figure(width: float, height: float, panels: int) -> tuple[Figure, list[A
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, row
+
+
+def label_plainly(axis: Axis) -> None:
+    """Label a logarithmic axis with numbers such as 0.05 and 20."""
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axis.set_major_formatter(ScalarFormatter())
+    axis.minorticks_off()
 
 
 def save_figure(path: Path, figure: Figure) -> None:

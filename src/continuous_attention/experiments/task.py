@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from continuous_attention.experiments.rules import use_rule
+from continuous_attention.experiments.rules import RULES, use_rule
 
 TEST_SEED = 20261130
 """Test data are drawn with this seed, whatever the seed of a run."""
@@ -103,7 +103,8 @@ class Task(ABC):
         """Return the freshly initialised model of an arm; all arms of a seed get the same weights."""
         torch.manual_seed(seed)
         model = self.model(arm)
-        use_rule(model, arm.rule)
+        if arm.rule in RULES:  # others are models without attention
+            use_rule(model, arm.rule)
         return model
 
     def model(self, arm: Arm) -> nn.Module:

@@ -10,23 +10,26 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from continuous_attention.experiments import report, training
-from continuous_attention.experiments.glyphs import Glyphs
+from continuous_attention.experiments.glyphs import Glyphs, find_fonts
 from continuous_attention.experiments.lorenz import Lorenz
 from continuous_attention.experiments.polyline import Polyline
 from continuous_attention.experiments.readings import Glucose, LightCurve
 from continuous_attention.experiments.report import Point, UserError
-from continuous_attention.experiments.task import Arm, Task, evaluate, parameters
+from continuous_attention.experiments.task import TEST_SEED, Arm, Task, evaluate, parameters
 from continuous_attention.experiments.training import History, TrainingConfig
 
 EXPERIMENT = "timeseries"
@@ -122,6 +125,8 @@ def check_settings(config: TimeseriesConfig, processes: int = 1) -> None:
     for name in config.arms:
         if name not in names:
             raise UserError(f"--arms {name!r} is none of {', '.join(map(repr, names))}")
+    if config.seed + config.seeds > TEST_SEED:
+        raise UserError(f"--seed {config.seed} must leave the seeds from {TEST_SEED} on to the test data")
     for folder in config.fonts:
         if not folder.is_dir():
             raise UserError(f"--fonts {folder} is not a folder")
@@ -154,15 +159,16 @@ def make_task(config: TimeseriesConfig) -> Task:
 # ---- Runs
 
 
-class Run(tuple[Arm, int]):
+class Run(NamedTuple):
     """An arm with a seed."""
 
-    __slots__ = ()
+    arm: Arm
+    seed: int
 
     @property
     def name(self) -> str:
         """How metrics.csv calls it."""
-        return f"{self[0].name} {self[1]}"
+        return f"{self.arm.name} {self.seed}"
 
     @property
     def folder(self) -> str:
@@ -192,7 +198,7 @@ class Result:
 def runs_of(config: TimeseriesConfig) -> list[Run]:
     """Return all runs, seed by seed."""
     arms = [arm for arm in _task_class(config).arms if not config.arms or arm.name in config.arms]
-    return [Run((arm, seed)) for seed in range(config.seed, config.seed + config.seeds) for arm in arms]
+    return [Run(arm, seed) for seed in range(config.seed, config.seed + config.seeds) for arm in arms]
 
 
 def train_and_test(config: TimeseriesConfig, task: Task, run: Run) -> tuple[Run, list[Point], list[Result]]:
@@ -240,9 +246,9 @@ _here: dict[str, Any] = {}
 
 
 def _begin(config: TimeseriesConfig, task: Task) -> None:
-    """What each process does first. Ctrl-C is for the parent, which then ends all."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(config.threads)
+    """What each process does first."""
+    if config.threads > 0:
+        torch.set_num_threads(config.threads)
     _here.update(config=config, task=task)
 
 
@@ -253,13 +259,30 @@ def _work(run: Run) -> tuple[Run, list[Point], list[Result]]:
 def outcomes(
     config: TimeseriesConfig, task: Task, runs: Sequence[Run]
 ) -> Iterator[tuple[Run, list[Point], list[Result]]]:
-    """Train and test the runs, in processes of their own if there are to be several."""
+    """Train and test the runs, in processes of their own if there are to be several; yield them as they finish."""
     workers = min(config.workers, len(runs))
     if workers <= 1:
         yield from map(partial(train_and_test, config, task), runs)
         return
-    with multiprocessing.get_context("spawn").Pool(workers, _begin, (config, task)) as pool:
-        yield from pool.imap_unordered(_work, runs)
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (config, task))
+    # Children keep what is ignored where they start: Ctrl-C is for the parent, which then ends them, as it does when
+    # it is told to terminate.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    futures = [pool.submit(_work, run) for run in runs]
+    signal.signal(signal.SIGINT, on_interrupt)
+    on_terminate = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+    except BaseException as error:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError("a worker was killed, perhaps for want of memory; go on with --resume") from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, on_terminate)
+        pool.shutdown(cancel_futures=True)
 
 
 # ---- The experiment
@@ -284,19 +307,20 @@ def prepare(config: TimeseriesConfig, processes: int, command: str) -> Plan:
     """Check everything that can be wrong, then write config.json."""
     check_settings(config, processes)
     settings = {key: value for key, value in asdict(config).items() if key not in training.CIRCUMSTANCES}
-    settings["fonts"], settings["arms"] = [str(path) for path in config.fonts], list(config.arms)
+    settings["arms"] = list(config.arms)
+    fonts = find_fonts(config.fonts) if config.task == "glyphs" else {}
+    settings["fonts"] = {family: [file.name for file in files] for family, files in fonts.items()}
     stored = report.check_folder(config.out, EXPERIMENT, settings, config.resume)
     points, results = report.read_metrics(config.out), report.read_rows(config.out / RESULTS, Result)
     task = make_task(config)
     tested = {(result.arm, result.seed) for result in results}
-    unfinished = [run for run in runs_of(config) if (run[0].name, run[1]) not in tested]
+    unfinished = [run for run in runs_of(config) if (run.arm.name, run.seed) not in tested]
     if unfinished:
-        sizes = {arm.name: parameters(task.build(arm, 0)) for arm in dict(runs_of(config))}
+        sizes = {arm.name: parameters(task.build(arm, 0)) for arm in dict.fromkeys(run.arm for run in runs_of(config))}
         packages = ("transformers", "accelerate", "matplotlib")
         sessions = [*stored.get("sessions", []), report.describe_session(command, processes, packages)]
         content = {"experiment": EXPERIMENT, "settings": settings, "parameters": sizes, "sessions": sessions}
         if isinstance(task, Glyphs):
-            content["fonts"] = {x: [file.name for file in files] for x, files in task.fonts.items()}
             content["unseen_fonts"] = task.unseen
         report.write_config(config.out, content)
     return Plan(task, unfinished, points, results)
@@ -306,7 +330,7 @@ def run(config: TimeseriesConfig, plan: Plan, processes: int, is_main: bool) -> 
     """Train and test what is not finished yet, and write the report."""
     points, results = list(plan.points), list(plan.results)
     if plan.unfinished:
-        arms = len({run[0] for run in plan.unfinished})
+        arms = len({run.arm for run in plan.unfinished})
         print(
             f"{plan.task.title}: {len(plan.unfinished)} runs of {arms} arms, {config.steps} steps of "
             f"{config.batch_size} samples each, into {config.out}",
@@ -328,21 +352,27 @@ def run(config: TimeseriesConfig, plan: Plan, processes: int, is_main: bool) -> 
 # ---- The report
 
 
-class Cell(tuple[float, float]):
-    """Mean and standard deviation over the seeds; the latter is NaN for one."""
+class Cell(NamedTuple):
+    """What the seeds gave."""
 
-    __slots__ = ()
+    mean: float
+    spread: float
+    """Their standard deviation, NaN for one."""
 
     def __format__(self, spec: str) -> str:
         """Three digits of the mean; with the spread unless the spec is "mean"."""
-        digits = max(0, 2 - math.floor(math.log10(self[0]))) if self[0] > 0 else 2
-        spread = "" if spec == "mean" or math.isnan(self[1]) else f" ± {self[1]:.{digits}f}"
-        return f"{self[0]:.{digits}f}{spread}"
+        if not math.isfinite(self.mean):
+            return f"{self.mean}"
+        digits = max(0, 2 - math.floor(math.log10(self.mean))) if self.mean > 0 else 2
+        spread = "" if spec == "mean" or math.isnan(self.spread) else f" ± {self.spread:.{digits}f}"
+        return f"{self.mean:.{digits}f}{spread}"
 
 
 def cell(values: Sequence[float]) -> Cell:
-    """Summarise the seeds."""
-    return Cell((mean(values), stdev(values) if len(values) > 1 else math.nan))
+    """Summarise the seeds; a run that diverged leaves no mean."""
+    if not all(map(math.isfinite, values)):
+        return Cell(math.nan, math.nan)
+    return Cell(mean(values), stdev(values) if len(values) > 1 else math.nan)
 
 
 Table = dict[str, dict[str, list[Result]]]
@@ -418,7 +448,8 @@ def _ratios(table: Table) -> list[list[str]]:
         for test, found in by_test.items():
             errors = {x.seed: x.error for x in exact[test]}
             untrained = mean(errors.values())
-            row.append(format(cell([x.error / errors.get(x.seed, untrained) for x in found])))
+            wanted = [errors.get(x.seed, untrained) for x in found]
+            row.append(format(cell([x.error / y if y else math.nan for x, y in zip(found, wanted, strict=True)])))
         rows.append(row)
     return rows
 
@@ -459,7 +490,7 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
             "markerfacecolor": "none" if data else colour,
         }
         place = [j + (i - (len(table) - 1) / 2) * 0.7 / len(table) for j in range(len(tests))]
-        means, spreads = [x[0] for x in cells], [0.0 if math.isnan(x[1]) else x[1] for x in cells]
+        means, spreads = [x.mean for x in cells], [0.0 if math.isnan(x.spread) else x.spread for x in cells]
         left.errorbar(place, means, spreads, label=name, linestyle="none", **style)
         rows = sorted(x for x in zip(nodes, means, spreads, tests, strict=True) if x[3] in task.curve)
         nodes, means, spreads, _ = zip(*rows, strict=True)
@@ -469,15 +500,12 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
     right.set_title(f"Error against the number of nodes ({', '.join(task.curve)})", fontsize="medium")
     right.set_xlabel("nodes per sample")
     right.set_xscale("log")
-    from matplotlib.ticker import LogLocator, ScalarFormatter
-
+    report.label_plainly(right.xaxis)
     for axes in (left, right):
         axes.set_ylabel(task.measure)
-        axes.set_yscale("log")
-    for axis in (left.yaxis, right.yaxis, right.xaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-        axis.set_major_formatter(ScalarFormatter())
-        axis.minorticks_off()
+        if axes.dataLim.ymin > 0:  # not where nothing is finite, or an error is 0
+            axes.set_yscale("log")
+            report.label_plainly(axes.yaxis)
     figure.suptitle(f"{task.title} (mean and spread of {config.seeds} seeds)")
     figure.legend(loc="outside lower center", ncols=min(5, len(table)), frameon=False)
     report.save_figure(config.out / PLOT, figure)
