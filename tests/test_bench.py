@@ -22,6 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SHAPES", ((1, 2, 16, 4),))
     monkeypatch.setattr(bench, "COMPARED", {**bench.COMPARED, "decode": lambda dtype: [Cell(1, 4, 2, 1, 32, 4, dtype)]})
     monkeypatch.setattr(bench, "GROWTH_LENGTH", 16)
+    monkeypatch.setattr(bench, "IRREGULAR", Cell(2, 2, 2, 16, 16, 4, ""))
     monkeypatch.setattr(bench, "memory", lambda cell: Check("extra memory", Spread(1, 1, 1), " MB", 0, 64))
     monkeypatch.setattr(bench, "SHORTEST", 0.0)
     monkeypatch.setattr(bench, "product_rate", lambda dtype: 100.0)
@@ -178,21 +179,22 @@ def test_durations(seconds: float, text: str) -> None:
 def test_every_mode(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     threads = torch.get_num_threads()
-    arguments = ["bench", "forward", "backward", "decode", "scaling", "--repeats", "2", "--threads", "1"]
+    arguments = ["bench", "forward", "backward", "decode", "scaling", "irregular", "--repeats", "2", "--threads", "1"]
     assert cli.main([*arguments, "--variant", "portable", "--json", str(file)]) == 0
     assert torch.get_num_threads() == threads
     out, err = capsys.readouterr()
     assert "variant portable" in out
     assert "1 threads" in out
     assert "peaks      float32 100 GFLOP/s matrix product, bfloat16 100 GFLOP/s matrix product, memory 20 GB/s" in out
-    assert out.count("\n## ") == 8
+    assert out.count("\n## ") == 10
+    assert "time of forward+backward float32 (2, 2, 16, 4) causal, irregular queries, over regular" in out
     assert out.count("Geometric mean") == 6
     assert "forward: forward float32 (1, 2, 16, 4) causal …" in err
 
     content = json.loads(file.read_text())
     assert (content["variant"], content["threads"], content["repeats"]) == ("portable", 1, 2)
     assert {"processor", "torch", "torch_cpu_capability", "cores", "load_average", "peaks"} <= content.keys()
-    modes = ("forward", "backward", "decode", "scaling")
+    modes = ("forward", "backward", "decode", "scaling", "irregular")
     assert [(table["mode"], table["dtype"]) for table in content["tables"]] == [
         (mode, dtype) for mode in modes for dtype in ("float32", "bfloat16")
     ]

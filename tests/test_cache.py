@@ -294,11 +294,57 @@ def test_modes_of_autograd_mix() -> None:
             assert torch.equal(x, y)
 
 
+def test_thinned_out_in_inference_mode_and_updated_outside() -> None:
+    key, value, times = stream()
+    cache = ContinuousCache(0.0, recent=RECENT)
+    for j in range(L):
+        here = slice(j, j + 1)
+        with torch.inference_mode():
+            cache.update(key[:, :, here], value[:, :, here], times[:, here])
+            cache.update(key[:, :, :0], value[:, :, :0])  # makes no room after thinning out
+        cache.drop_newest(1)
+        path = cache.update(key[:, :, here], value[:, :, here], times[:, here])
+        assert torch.equal(path.times[:, -1], times[:, j])
+
+
+def test_a_batch_of_none() -> None:
+    key, value, times = stream()
+    cache = ContinuousCache(0.0, recent=RECENT)
+    for here in chunks([1] * 20 + [40]):
+        path = cache.update(key[:0, :, here], value[:0, :, here], times[:0, here])
+        assert path.key.shape[0] == 0
+    assert cache.seen == L
+
+
+def test_dropping_all_leaves_it_as_it_was_made() -> None:
+    cache = ContinuousCache(0.0)
+    cache.update(NEW, NEW, LATER)
+    cache.drop_newest(2)
+    assert cache.path is None
+    assert cache.update(NEW[:1].float(), NEW[:1].float()).times.tolist() == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("count", [1.5, "1", True])
+def test_a_count_to_drop_is_an_int(count: Any) -> None:
+    cache = ContinuousCache(0.0)
+    cache.update(NEW, NEW, LATER)
+    with pytest.raises(TypeError, match=f"count must be an int, got {type(count).__name__}"):
+        cache.drop_newest(count)
+    with pytest.raises(ValueError, match=r"count must be from 0 to 2.*got 3"):
+        cache.drop_newest(3)
+
+
 NAN_TIMES = torch.tensor([[99.0, torch.nan]], dtype=torch.float64).expand(B, 2)
 NEW = torch.zeros(B, H, 2, 3, dtype=torch.float64)
 LATER = torch.tensor([98.0, 99.0], dtype=torch.float64)
 WRONG_UPDATES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "batch size": ({"key": NEW[:1], "value": NEW[:1, ..., :2]}, ValueError, ["key", "(2, 2, 2, 3)", "(1, 2, 2, 3)"]),
+    "batch size without times": (
+        {"key": NEW[:1], "value": NEW[:1, ..., :2], "times": None},
+        ValueError,
+        ["key", "(2, 2, 2, 3)", "(1, 2, 2, 3)"],
+    ),
+    "no heads": ({"key": NEW[:, :0], "value": NEW[:, :0, :, :2]}, ValueError, ["key", "at least one head"]),
     "heads": ({"key": NEW[:, :1], "value": NEW[:, :1, :, :2]}, ValueError, ["key", "(2, 2, 2, 3)", "(2, 1, 2, 3)"]),
     "head dim": ({"key": NEW[..., :2]}, ValueError, ["key", "(2, 2, 2, 3)", "(2, 2, 2, 2)"]),
     "value dim": ({"value": NEW}, ValueError, ["value", "(2, 2, 2, 2)", "(2, 2, 2, 3)"]),
@@ -383,6 +429,15 @@ def test_the_module_decodes_what_it_reads_at_once(
         pieces.append(module(new, new, new, is_causal=True, times=at, cache=cache)[0])
     torch.testing.assert_close(torch.cat(pieces, dim=1 if batch_first else 0), expected, **CLOSE)
     assert cache.seen == L
+
+
+def test_the_module_names_the_key_of_another_batch_size() -> None:
+    module, cache = ContinuousMultiheadAttention(8, 2, batch_first=True, periods=(0.5, 80.0)), ContinuousCache(0.0)
+    x = torch.randn(2, 3, 8)
+    module(x, x, x, cache=cache)
+    with pytest.raises(ValueError, match="key must have shape"):
+        module(x[:1], x[:1], x[:1], cache=cache)
+    assert cache.seen == 3
 
 
 @pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask"])

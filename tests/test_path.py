@@ -88,7 +88,8 @@ def test_days_and_single_dates() -> None:
         found = to_times(stamp)
         assert found.shape == ()
         assert found.item() == SECONDS[1]
-    assert to_times(np.array([], dtype="datetime64[s]")).shape == (0,)
+    for nothing in ([], np.array([], dtype="datetime64[s]")):
+        assert to_times(nothing).shape == (0,)
 
 
 def test_arrays_keep_their_shape() -> None:
@@ -103,7 +104,20 @@ def test_not_a_time_is_nan() -> None:
     assert found[0] == SECONDS[1]
     assert found[1].isnan()
     assert to_times(np.array([1, "NaT"], dtype="timedelta64[s]")).isnan().tolist() == [False, True]
-    assert to_times([MOMENTS[1], None]).isnan().tolist() == [False, True]
+    for stamps in (
+        [MOMENTS[1], None],
+        np.array(["2024-02-29", np.nan], dtype=object),
+        [timedelta(1), np.timedelta64("NaT")],
+    ):
+        assert to_times(stamps).isnan().tolist() == [False, True]
+    assert to_times([None]).isnan().all()
+
+
+@pytest.mark.parametrize("origin", [None, timedelta(seconds=30), np.timedelta64(30, "s")], ids=str)
+def test_lists_of_durations(origin: Any) -> None:
+    stamps = [timedelta(0), timedelta(seconds=-90), np.timedelta64(2, "h")]
+    shift = 0 if origin is None else 30
+    assert to_times(stamps, origin=origin).tolist() == [-shift, -90 - shift, 7200 - shift]
 
 
 @pytest.mark.parametrize(
@@ -164,12 +178,44 @@ def test_pandas() -> None:
     for stamps in (index, zoned, pd.Series(index), pd.Series(zoned), list(zoned)):
         assert to_times(stamps).tolist() == SECONDS
     assert to_times(pd.Series(index - index[0])).tolist() == [x - SECONDS[0] for x in SECONDS]
+    assert to_times(list(index - index[0]), origin=pd.Timedelta(1, "s")).tolist() == [
+        x - SECONDS[0] - 1 for x in SECONDS
+    ]
+    for stamps in ([MOMENTS[1], pd.NaT], pd.Series([MOMENTS[1], None], dtype=object), [pd.Timedelta(1), pd.NaT]):
+        assert to_times(stamps).isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("zone", [None, "Asia/Kolkata"])
+def test_pandas_keeps_nanoseconds(zone: str | None) -> None:
+    pd = pytest.importorskip("pandas")
+    start = pd.Timestamp("2026-07-01T00:00:00.000000001").tz_localize("UTC").tz_convert(zone)
+    stamps = [start + pd.Timedelta(x, "ns") for x in (0, 1, 999_999)]
+    for kind in (stamps, pd.Series(stamps), pd.Series(stamps, dtype=object)):
+        assert to_times(kind, unit="ns", origin=start).tolist() == [0, 1, 999_999]
+    assert to_times([x - start for x in stamps], unit="ns").tolist() == [0, 1, 999_999]
 
 
 WRONG_DATES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "numbers": ({"stamps": [1.0, 2.0]}, TypeError, ["stamps", "dates", "float64"]),
     "a tensor": ({"stamps": torch.arange(3)}, TypeError, ["stamps", "dates", "int64"]),
     "words": ({"stamps": ["yesterday"]}, TypeError, ["stamps", "dates", "'yesterday'"]),
+    "seconds in a string": ({"stamps": ["1700000000"]}, TypeError, ["stamps", "YYYY-MM", "'1700000000'"]),
+    "a year": ({"stamps": [MOMENTS[0], "2024"]}, TypeError, ["stamps", "YYYY-MM", "'2024'"]),
+    "today": ({"origin": "today"}, TypeError, ["origin", "YYYY-MM", "'today'"]),
+    "an empty string": ({"stamps": ["2024-02-29", ""]}, TypeError, ["stamps", "YYYY-MM", "got ''"]),
+    "a number beside a date": ({"stamps": [MOMENTS[0], 5]}, TypeError, ["stamps", "dates", "5", "int"]),
+    "dates and durations": ({"stamps": [MOMENTS[0], timedelta(1)]}, TypeError, ["stamps", "got both"]),
+    "rows of two lengths": ({"stamps": [MOMENTS, MOMENTS[:2]]}, ValueError, ["stamps", "equal length"]),
+    "before the year 1": (
+        {"stamps": [datetime(1, 1, 1, tzinfo=EAST)]},
+        ValueError,
+        ["stamps", "fit into 64 bits", "datetime(1, 1, 1"],
+    ),
+    "too far for nanoseconds": (
+        {"stamps": [datetime(3000, 1, 1), np.datetime64("2026-07-01", "ns")]},
+        ValueError,
+        ["stamps", "fit into datetime64[ns]", "3000-01-01"],
+    ),
     "no unit": ({"stamps": np.array([1, 2], dtype="timedelta64")}, TypeError, ["stamps", "unit", "timedelta64"]),
     "months": ({"stamps": np.array([1], dtype="timedelta64[M]")}, TypeError, ["stamps", "one length", "[M]"]),
     "unknown unit": ({"unit": "second"}, ValueError, ["unit", "'s'", "'second'"]),

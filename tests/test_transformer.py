@@ -135,10 +135,34 @@ def test_a_module_with_periods_is_the_operator_of_rotated_heads(given: str, quer
     ids=str,
 )
 def test_wrong_periods_are_refused(periods: Any, error: type[Exception], parts: list[str]) -> None:
-    for make in (encoder, decoder, lambda **how: ContinuousMultiheadAttention(E, H, **how)):
+    for make in (encoder, decoder, lambda **how: ContinuousMultiheadAttention(E, H, **how), rotation):
         with pytest.raises(error) as raised:
             make(periods=periods)
         says(raised, error, parts)
+
+
+HEADS = torch.zeros(2, 1, 3, 4)
+WRONG_ROTATIONS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "odd head dim": ({"x": HEADS[..., :3]}, ValueError, ["x", "even D", "(2, 1, 3, 3)"]),
+    "3 dims": ({"x": HEADS[0]}, ValueError, ["x", "(B, H, L, D)", "(1, 3, 4)"]),
+    "ints": ({"x": HEADS.long()}, TypeError, ["x", "float32", "int64"]),
+    "times of ints": ({"times": torch.arange(3)}, TypeError, ["times", "float32 or float64", "int64"]),
+    "times in half precision": ({"times": torch.zeros(3).half()}, TypeError, ["times", "float32", "float16"]),
+    "times of more rows": ({"x": HEADS[:1], "times": torch.zeros(2, 3)}, ValueError, ["times", "(1, 3)", "(2, 3)"]),
+    "times too short": ({"times": torch.zeros(1)}, ValueError, ["times", "(L,), (1, L) or (B, L)", "(1,)"]),
+}
+
+
+def rotation(**how: Any) -> Tensor:
+    return rotate(**{"x": HEADS, "times": torch.zeros(3), "periods": PERIODS, **how})
+
+
+@pytest.mark.parametrize("case", WRONG_ROTATIONS)
+def test_wrong_rotations_are_named(case: str) -> None:
+    changes, error, parts = WRONG_ROTATIONS[case]
+    with pytest.raises(error) as raised:
+        rotation(**changes)
+    says(raised, error, parts)
 
 
 def test_periods_need_pairs() -> None:
@@ -203,6 +227,27 @@ def test_padding_full_of_nan_changes_nothing_in_the_encoder(is_causal: bool, how
         torch.testing.assert_close(found[name], wanted, rtol=0.0, atol=atol, msg=name)
 
 
+@pytest.mark.parametrize("with_times", [False, True], ids=["unit steps", "times"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+def test_any_reading_may_be_padding(is_causal: bool, with_times: bool) -> None:
+    """What is padding changes nothing by its time; between readings it cuts the path, as a mask does."""
+    present = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]]).bool()
+    model, values = encoder(), randn(B, L, F)
+    grid = uneven(B, L) if with_times else torch.arange(L).double().expand(B, L)
+    values[~present], times = torch.nan, grid.masked_fill(~present, torch.nan).requires_grad_()
+    out = model(values, times if with_times else None, present=present, is_causal=is_causal)
+    x = model.embedding(torch.cat([values.masked_fill(~present[..., None], 0.0), torch.ones_like(values)], dim=-1))
+    for block in model.blocks:
+        x = block(x, along_itself={"times": grid, "is_causal": is_causal, "key_padding_mask": ~present})
+    torch.testing.assert_close(out[present], model.norm(x)[present], **CLOSE)
+    out[present].square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    if with_times:
+        assert times.grad is not None
+        assert not times.grad[~present].any()
+        assert times.grad[present].isfinite().all()
+
+
 def test_what_wasnt_observed_has_no_influence() -> None:
     model, values, times = encoder(), randn(B, L, F), uneven(L)
     observed = torch.rand(B, L, F) < 0.5
@@ -255,6 +300,27 @@ def test_a_stream_is_read_as_at_once(sizes: list[int], with_times: bool) -> None
         pieces.append(model(values[:, here], at, is_causal=True, caches=caches))
         first += size
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, **CLOSE)
+
+
+def test_a_piece_that_fails_leaves_all_caches_as_they_were() -> None:
+    model, values = encoder(), randn(B, 24, F)
+    expected = model(values, is_causal=True)
+    caches, last = model.caches(0.0, recent=4), model.blocks[-1].feedforward
+    assert isinstance(last, nn.Module)
+    for j in range(24):
+        failing = last.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(values[:, j : j + 1], is_causal=True, caches=caches)
+        failing.remove()
+        assert [cache.seen for cache in caches] == [j] * LAYERS
+        out = model(values[:, j : j + 1], is_causal=True, caches=caches)
+        torch.testing.assert_close(out, expected[:, j : j + 1], **CLOSE)
+
+
+def test_one_cache_for_two_blocks_is_refused() -> None:
+    model = encoder()
+    with pytest.raises(ValueError, match="caches must hold another one for each block, got the same one twice"):
+        model(randn(B, L, F), caches=model.caches(0.0)[:1] * LAYERS)
 
 
 # Decoder.
@@ -381,6 +447,30 @@ def test_a_state_dict_goes_round(make: Any) -> None:
         assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_casts_what_is_known(inputs: torch.dtype) -> None:
+    reader, model = encoder().float(), decoder(features=F).float()
+    values, known, asked = torch.randn(B, L, F), torch.randn(B, Q, F), uneven(B, Q)
+    times = uneven(B, L)
+    expected = model(asked, reader(values, times), times, values=known)
+    with torch.autocast("cpu", torch.bfloat16):
+        memory = reader(values.to(inputs), times).to(inputs)
+        out = model(asked, memory, times, values=known)
+    # Layer norms make outputs of size 1; each of three branches of two layers rounds inputs and products to 8 bits.
+    assert (out - expected).abs().max() < 3 * LAYERS * 4 * 2.0**-8 * 4
+    with pytest.raises(TypeError, match=r"values must have dtype .*got float64"), torch.autocast("cpu", torch.bfloat16):
+        model(asked, memory, times, values=known.double())
+
+
+def test_models_without_rotation() -> None:
+    reader, model, values, times = encoder(periods=None), decoder(periods=None), randn(B, L, F), uneven(B, L)
+    twice = [0, 1, 1, 2, 3, 4, 5, 6]
+    asked = uneven(B, Q)
+    out = model(asked, reader(values, times), times)
+    again = reader(values[:, twice], times[:, twice])
+    torch.testing.assert_close(model(asked, again, times[:, twice]), out, **CLOSE)
+
+
 @OF_COMPILE
 def test_compiled_models_give_the_same() -> None:
     reader = ContinuousTransformerEncoder(F, E, H, 1, periods=PERIODS).double()
@@ -424,6 +514,7 @@ WRONG_QUESTIONS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = 
     "query_times of another dtype": ({"query_times": ASKED.double()}, TypeError, ["times and query_times", "float64"]),
     "query_times are NaN": ({"query_times": ASKED * torch.nan}, ValueError, ["times must be finite", "nan"]),
     "memory is missing": ({"memory": None}, TypeError, ["memory", "tensor", "NoneType"]),
+    "memory of another dtype": ({"memory": MEMORY.bfloat16()}, TypeError, ["memory", "float32", "bfloat16"]),
     "memory without a batch": ({"memory": MEMORY[0]}, ValueError, ["memory", "(B, L, 8)", "(7, 8)"]),
     "memory is too narrow": ({"memory": MEMORY[..., :4]}, ValueError, ["memory", "(B, L, 8)", "(3, 7, 4)"]),
     "times too short": ({"times": TIMES[:4]}, ValueError, ["times", "(7,) or (3, 7)", "(4,)"]),
@@ -441,6 +532,28 @@ WRONG_QUESTIONS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = 
     ),
     "time_window is 0": ({"time_window": 0.0}, ValueError, ["time_window", "positive", "0.0"]),
 }
+
+
+WRONG_SIZES: list[tuple[str, Any, type[Exception], str]] = [
+    ("num_layers", -1, ValueError, "at least 1, got -1"),
+    ("num_layers", 2.0, TypeError, "an int, got float"),
+    ("features", -2, ValueError, "at least [01], got -2"),
+    ("features", "a", TypeError, "an int, got str"),
+    ("embed_dim", 0, ValueError, "at least 1, got 0"),
+    ("embed_dim", "a", TypeError, "an int, got str"),
+    ("num_heads", 0, ValueError, "positive"),
+    ("num_heads", 3, ValueError, "a multiple of num_heads"),
+    ("feedforward", -1, ValueError, "at least 1, got -1"),
+    ("feedforward", True, TypeError, "an int, got bool"),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "error", "words"), WRONG_SIZES, ids=str)
+def test_wrong_sizes_are_named(name: str, size: Any, error: type[Exception], words: str) -> None:
+    sizes = {"features": F, "embed_dim": E, "num_heads": H, "num_layers": LAYERS, "periods": PERIODS, name: size}
+    for make in (ContinuousTransformerEncoder, ContinuousTransformerDecoder):
+        with pytest.raises(error, match=f"({name}|embed_dim) must be {words}"):
+            make(**sizes)
 
 
 @pytest.mark.parametrize("case", WRONG_READINGS)

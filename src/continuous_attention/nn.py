@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from continuous_attention import intervals as iv
-from continuous_attention.checks import check_number, check_times
+from continuous_attention.checks import FLOATS, check_number, check_shape, check_tensor, check_times
 from continuous_attention.functional import BACKENDS, BOUNDARIES, INTERPOLATIONS, RULES, continuous_attention
 from continuous_attention.path import ContinuousCache
 
@@ -316,20 +316,31 @@ def rotate(x: Tensor, times: Tensor, periods: tuple[float, float]) -> Tensor:
 
         period_j = shortest · (longest / shortest)^(j / (D/2 − 1))        j = 0, …, D/2 − 1
 
+    For D = 2 there is the shortest period only.
+
     The product of two vectors rotated at τ and τ' depends on τ − τ' only. Angles are computed in the dtype of the
     times, so epoch seconds want float64.
 
     Args:
         x: (B, H, L, D), D even; dims j and j + D/2 make a pair.
-        times: (L,), (1, L) or (B, L), any unit.
+        times: (L,), (1, L) or (B, L), float32 or float64, in any unit.
         periods: shortest and longest period, positive, in the unit of `times`.
 
     Returns:
         Shape and dtype of `x`.
 
+    Raises:
+        ValueError, TypeError: a shape, type or period is wrong.
+
     Source: Su et al., RoFormer (2021), with times for positions and the periods named.
     """
-    shortest, longest = periods
+    check_tensor("x", x, FLOATS, None)
+    if x.ndim != 4 or x.shape[-1] % 2:
+        raise ValueError(f"x must have shape (B, H, L, D) with an even D, got {tuple(x.shape)}")
+    batch, length = len(x), x.shape[2]
+    check_tensor("times", times, (torch.float32, torch.float64), x.device)
+    check_shape("times", times, [(length,), (1, length), (batch, length)], "(L,), (1, L) or (B, L)")
+    shortest, longest = _check_periods(periods, x.shape[-1])
     steps = torch.linspace(0.0, 1.0, x.shape[-1] // 2, dtype=times.dtype, device=x.device)
     period = shortest * (longest / shortest) ** steps
     angle = (2 * math.pi * (times.unsqueeze(-1) / period)).unsqueeze(-3)

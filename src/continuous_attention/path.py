@@ -42,7 +42,7 @@ def to_times(stamps: Any, *, unit: str = "s", origin: Any = None) -> Tensor:
     Args:
         stamps: numpy datetime64 or timedelta64 of any shape, a pandas DatetimeIndex, TimedeltaIndex or Series of these,
             or a list of dates (datetime, pandas Timestamp, ISO strings from "2026-07" on), or of durations (timedelta,
-            pandas Timedelta). Time zones are turned into UTC, and what has none counts as UTC. None, NaT and NaN among
+            pandas Timedelta). Time zones are turned into UTC, and what has none counts as UTC. None and NaT among
             them are missing.
         unit: "ns", "us", "ms", "s", "m" (minutes), "h", "D" or "W".
         origin: the date of time 0, one of the things that `stamps` may hold; 1970-01-01 where None (for durations:
@@ -103,7 +103,7 @@ def _as_numpy(name: str, stamps: Any) -> Any:
 
 
 def _of_objects(name: str, objects: Any) -> Any:
-    """An array of objects or strings as datetime64 or timedelta64, in the largest unit that holds all of them."""
+    """An array of objects or strings as datetime64 or timedelta64, in the finest unit among them."""
     import numpy as np
 
     stamps = []
@@ -121,8 +121,8 @@ def _of_objects(name: str, objects: Any) -> Any:
         raise TypeError(f"{name} must hold dates or durations, got both")
     dtype = np.result_type(*{x.dtype for x in known}) if known else np.dtype("datetime64[s]")
     for x in known:
-        if x.astype(dtype).astype(x.dtype) != x:
-            raise ValueError(f"{name} must fit into {dtype} of 64 bits, which some are counted in, got {x}")
+        if x.dtype != dtype and x.astype(dtype).astype(x.dtype) != x:
+            raise ValueError(f"{name} must fit into {dtype} of 64 bits, the finest unit among them, got {x}")
     return np.array(stamps, dtype=dtype).reshape(objects.shape)
 
 
@@ -130,18 +130,19 @@ def _as_stamp(x: Any) -> Any:
     """One date as datetime64 without a time zone, one duration as timedelta64, or None where it's missing."""
     import numpy as np
 
-    if x is None or x != x:  # noqa: PLR0124 (NaT and NaN)
+    if x is None or x != x:  # NaT and NaN
         return None
     if isinstance(x, str):
         if not re.match(r"\d{4}-\d{2}", x):
             raise TypeError("an ISO date begins with YYYY-MM")
         return np.datetime64(x)
-    if isinstance(x, timedelta):
-        return x.to_timedelta64() if hasattr(x, "to_timedelta64") else np.timedelta64(x)
     if isinstance(x, datetime) and x.tzinfo:
         x = x.astimezone(timezone.utc).replace(tzinfo=None)
-    if hasattr(x, "to_datetime64"):  # a pandas Timestamp, which has nanoseconds
-        return x.to_datetime64()
+    for convert in ("to_datetime64", "to_timedelta64"):  # of pandas, which has nanoseconds
+        if hasattr(x, convert):
+            return getattr(x, convert)()
+    if isinstance(x, timedelta):
+        return np.timedelta64(x)
     if isinstance(x, date):
         return np.datetime64(x)
     if isinstance(x, (np.datetime64, np.timedelta64)):
@@ -240,12 +241,12 @@ def simplify(
 
         |k_i − k(τ_i)| ≤ tolerance  and  |v_i − v(τ_i)| ≤ tolerance        in every head, for every dropped node i
 
-    where k(τ), v(τ) are the path through the nodes that stay. The first and the last node stay. Without nodes exactly
-    on a line every output is as it was (of interpolation="linear"), since the times say how long the lines are. Otherwise, for a query that sees
-    the whole path, each score moves by at most ε = |scale| · |q| · tolerance, and the output by at most
-    tolerance + (e^{2ε} − 1) · (the diameter of the values). The farthest node beyond the tolerance is put back until
-    there is none (the method of Ramer, Douglas and Peucker, in time instead of space), so the result isn't always the
-    smallest one.
+    where k(τ), v(τ) are the path through the nodes that stay. The first and the last node stay. What follows is about
+    interpolation="linear". Without nodes exactly on a line every output is as it was, since the times say how long the
+    lines are. Otherwise, for a query that sees the whole path, each score moves by at most ε = |scale| · |q| ·
+    tolerance, and the output by at most tolerance + (e^{2ε} − 1) · (the diameter of the values). The farthest node
+    beyond the tolerance is put back until there is none (the method of Ramer, Douglas and Peucker, in time instead of
+    space), so the result isn't always the smallest one.
 
     Args:
         key: (B, Hkv, Lk, D).
@@ -362,9 +363,9 @@ def _gather(key: Tensor, value: Tensor, times: Tensor, kept: Tensor, order: Tens
 class ContinuousCache:
     """Keys and values of a stream that is decoded step by step, thinned out at a controlled error as they grow old.
 
-    The newest nodes stay as they came. When an update finds 2 · `recent` of them or more, it first simplifies all but
-    the newest `recent` as `simplify` does: every dropped node lies within `tolerance` of the path through the nodes that stay. So a smooth,
-    oversampled stream is kept in few nodes, and one that turns at every node is kept whole.
+    The newest nodes stay as they came. An update that finds 2 · `recent` of them or more first simplifies all but the
+    newest `recent`, as `simplify` does: every dropped node lies within `tolerance` of the path through the nodes that
+    stay. So a smooth, oversampled stream is kept in few nodes, and one that turns at every node is kept whole.
 
         path = cache.update(key, value, times)
         out = continuous_attention(query, path.key, path.value, path.mask, is_causal=True, times=path.times)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from continuous_attention.checks import FLOATS, check_shape, check_tensor, check_times
+from continuous_attention.checks import check_shape, check_tensor, check_times, is_integer
 from continuous_attention.nn import ContinuousMultiheadAttention
 from continuous_attention.path import ContinuousCache
 
@@ -27,6 +27,9 @@ class ContinuousTransformerBlock(nn.Module):
         dropout: of the two branches' outputs, not of attention weights.
         **attention: `boundary`, `start_length`, `rule`, `interpolation`, `periods` and `backend` of
             `ContinuousMultiheadAttention`.
+
+    Raises:
+        ValueError, TypeError: a size or choice is wrong.
     """
 
     def __init__(
@@ -41,6 +44,9 @@ class ContinuousTransformerBlock(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
+        _check_size("embed_dim", embed_dim, 1)
+        hidden = 4 * embed_dim if feedforward is None else feedforward
+        _check_size("feedforward", hidden, 1)
 
         def branch(wanted: bool) -> tuple[nn.LayerNorm, ContinuousMultiheadAttention] | tuple[None, None]:
             if not wanted:
@@ -50,7 +56,6 @@ class ContinuousTransformerBlock(nn.Module):
 
         self.self_norm, self.self_attention = branch(self_attention)
         self.cross_norm, self.cross_attention = branch(cross_attention)
-        hidden = 4 * embed_dim if feedforward is None else feedforward
         self.feedforward = nn.Sequential(
             nn.LayerNorm(embed_dim), nn.Linear(embed_dim, hidden), nn.GELU(), nn.Linear(hidden, embed_dim)
         )
@@ -94,13 +99,15 @@ class ContinuousTransformerEncoder(nn.Module):
         num_heads: a divisor of E.
         num_layers: blocks.
         periods: shortest and longest period of the rotary embedding, in the unit of the times: somewhat below the
-            usual gap between readings, and somewhat above the length of a series.
+            usual gap between readings, and somewhat above the length of a series. None for no embedding, so that only
+            the lengths of the segments come from the times.
         feedforward: hidden width, 4 E where None.
         dropout: of each branch's output.
         boundary: where the path begins, see `continuous_attention`; "none" is the path from the first reading on.
         start_length: length of the segment before the first reading, for the other boundaries.
         rule: "exact", or a quadrature to compare with.
-        interpolation: "linear", or "fourth_order" for smooth series (not causal).
+        interpolation: "linear", or "fourth_order" for smooth series: not causal, not with caches, and under
+            torch.compile not with `present`.
         backend: see `continuous_attention`.
 
     Raises:
@@ -114,7 +121,7 @@ class ContinuousTransformerEncoder(nn.Module):
         num_heads: int,
         num_layers: int,
         *,
-        periods: tuple[float, float],
+        periods: tuple[float, float] | None,
         feedforward: int | None = None,
         dropout: float = 0.0,
         boundary: str = "none",
@@ -124,6 +131,9 @@ class ContinuousTransformerEncoder(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        _check_size("features", features, 1)
+        _check_size("embed_dim", embed_dim, 1)
+        _check_size("num_layers", num_layers, 1)
         self.features = features
         self.embedding = nn.Linear(2 * features, embed_dim)
         self.blocks = nn.ModuleList(
@@ -156,13 +166,14 @@ class ContinuousTransformerEncoder(nn.Module):
         """Encode a batch of series.
 
         Args:
-            values: (B, L, F); what wasn't observed may hold anything.
+            values: (B, L, F), dtype of the weights (or what autocast casts); what wasn't observed may hold anything.
             times: (L,) or (B, L), float32 or float64, non-decreasing; 0, 1, 2, … where None.
             observed: boolean (B, L, F), True = observed, all where None.
-            present: boolean (B, L), True = a reading, False = padding; all where None.
+            present: boolean (B, L), True = a reading, False = padding; all where None. Padding between readings cuts
+                the path there.
             is_causal: each reading sees those up to it.
             caches: one for each block, from `caches`, to read a stream piece by piece: is_causal counts then, and
-                `present` is not allowed.
+                `present` is not allowed. Where an exception passes, none of them keeps the new nodes.
 
         Returns:
             (B, L, E); what padding gets means nothing.
@@ -170,7 +181,7 @@ class ContinuousTransformerEncoder(nn.Module):
         Raises:
             ValueError, TypeError: a shape, type or meaning is wrong.
         """
-        check_tensor("values", values, (self.norm.weight.dtype,), self.norm.weight.device)
+        _check_dtype("values", values, self.norm.weight)
         if values.ndim != 3 or values.shape[-1] != self.features:
             raise ValueError(f"values must have shape (B, L, F) = (B, L, {self.features}), got {tuple(values.shape)}")
         seen = _check_mask("observed", observed, values.shape, "(B, L, F)", values)
@@ -179,15 +190,30 @@ class ContinuousTransformerEncoder(nn.Module):
         padding = _padding("present", present, values)
         if caches is not None and padding is not None:
             raise ValueError("present doesn't go together with caches, got both")
+        if caches is not None and len({id(cache) for cache in caches}) < len(caches):
+            raise ValueError("caches must hold another one for each block, got the same one twice")
         known = torch.ones_like(values) if seen is None else seen.to(values.dtype)
         nodes = values if seen is None else values.masked_fill(~seen, 0.0)
         nodes = nodes if padding is None else nodes.masked_fill(padding.unsqueeze(-1), 0.0)
         times = _times("times", times, padding, nodes)
         x = self.embedding(torch.cat([nodes, known], dim=-1))
         how = {"times": times, "is_causal": is_causal, "key_padding_mask": padding}
-        for i, block in enumerate(self.blocks):
-            x = block(x, along_itself=how | {"cache": None if caches is None else caches[i]})
+        if caches is not None:
+            return self.norm(self._through_caches(x, how, caches))
+        for block in self.blocks:
+            x = block(x, along_itself=how)
         return self.norm(x)
+
+    def _through_caches(self, x: Tensor, how: dict[str, Any], caches: list[ContinuousCache]) -> Tensor:
+        seen = [cache.seen for cache in caches]
+        try:
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, along_itself=how | {"cache": cache})
+        except BaseException:
+            for cache, before in zip(caches, seen, strict=True):
+                cache.drop_newest(cache.seen - before)
+            raise
+        return x
 
     def caches(self, tolerance: float | tuple[float, float], *, recent: int = 64) -> list[ContinuousCache]:
         """Empty caches for the blocks, see `ContinuousCache`."""
@@ -205,7 +231,7 @@ class ContinuousTransformerDecoder(nn.Module):
         embed_dim: E, width of the memory too.
         num_heads: a divisor of E.
         num_layers: blocks.
-        periods: shortest and longest period of the rotary embedding, in the unit of the times.
+        periods: shortest and longest period of the rotary embedding, in the unit of the times; None for none.
         features: what is known about each query (a calendar, a dose, …), 0 for nothing.
         self_attention: False makes each query independent of the others.
         feedforward: hidden width, 4 E where None.
@@ -213,7 +239,8 @@ class ContinuousTransformerDecoder(nn.Module):
         boundary: where the paths begin.
         start_length: length of the segment before the first node, for boundaries other than "none".
         rule: "exact", or a quadrature to compare with.
-        interpolation: "linear", or "fourth_order" for smooth series (not causal).
+        interpolation: "linear", or "fourth_order" for smooth series: not causal, and under torch.compile without
+            `present` and `query_present`.
         backend: see `continuous_attention`.
 
     Raises:
@@ -226,7 +253,7 @@ class ContinuousTransformerDecoder(nn.Module):
         num_heads: int,
         num_layers: int,
         *,
-        periods: tuple[float, float],
+        periods: tuple[float, float] | None,
         features: int = 0,
         self_attention: bool = True,
         feedforward: int | None = None,
@@ -238,6 +265,9 @@ class ContinuousTransformerDecoder(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        _check_size("features", features, 0)
+        _check_size("embed_dim", embed_dim, 1)
+        _check_size("num_layers", num_layers, 1)
         self.features = features
         self.start = nn.Parameter(torch.randn(embed_dim) / embed_dim**0.5)
         self.embedding = nn.Linear(features, embed_dim, bias=False) if features > 0 else None
@@ -276,9 +306,9 @@ class ContinuousTransformerDecoder(nn.Module):
 
         Args:
             query_times: (Q,) or (B, Q), dtype of `times`; non-decreasing unless self-attention is off.
-            memory: (B, L, E), from the encoder.
+            memory: (B, L, E), from the encoder; dtype of the weights, or what autocast casts.
             times: (L,) or (B, L), of the memory's nodes.
-            values: (B, Q, F), what is known about each query, where the decoder has features.
+            values: (B, Q, F), what is known about each query, where the decoder has features; dtypes as of `memory`.
             present: boolean (B, L), True = a node of the memory, False = padding.
             query_present: boolean (B, Q), True = a query, False = padding.
             is_causal: each query sees the nodes and queries up to its own time.
@@ -290,7 +320,7 @@ class ContinuousTransformerDecoder(nn.Module):
         Raises:
             ValueError, TypeError: a shape, type or meaning is wrong.
         """
-        check_tensor("memory", memory, FLOATS, self.norm.weight.device)
+        _check_dtype("memory", memory, self.norm.weight)
         if memory.ndim != 3 or memory.shape[-1] != len(self.start):
             raise ValueError(f"memory must have shape (B, L, E) = (B, L, {len(self.start)}), got {tuple(memory.shape)}")
         batch = len(memory)
@@ -305,7 +335,7 @@ class ContinuousTransformerDecoder(nn.Module):
                 f"{'None' if values is None else tuple(values.shape)}"
             )
         if values is not None and self.embedding is not None:
-            check_tensor("values", values, (memory.dtype,), memory.device)
+            _check_dtype("values", values, self.norm.weight)
             check_shape("values", values, [(batch, length, self.features)], "(B, Q, F)")
             x = x + self.embedding(values)
         padding, query_padding = _padding("present", present, memory), _padding("query_present", query_present, x)
@@ -323,6 +353,21 @@ class ContinuousTransformerDecoder(nn.Module):
         return self.norm(x)
 
 
+def _check_size(name: str, x: Any, least: int) -> None:
+    if not is_integer(x):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
+
+
+def _check_dtype(name: str, x: Tensor, weight: Tensor) -> None:
+    """The dtype of the weights, or under autocast one that it casts as it casts them."""
+    device, dtypes = weight.device.type, (weight.dtype,)
+    if weight.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    check_tensor(name, x, dtypes, weight.device)
+
+
 def _padding(name: str, present: Tensor | None, x: Tensor) -> Tensor | None:
     """Present nodes (B, L) as a key_padding_mask, None if all are."""
     present = _check_mask(name, present, x.shape[:2], "(B, L)", x)
@@ -330,9 +375,17 @@ def _padding(name: str, present: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _times(name: str, times: Tensor | None, padding: Tensor | None, x: Tensor) -> Tensor | None:
-    """The times of x (B, L, …), 0 where padding is: NaN there would reach the parameters' gradients as 0 · NaN."""
+    """The times of x (B, L, …), with those of padding replaced: NaN there would reach the gradients as 0 · NaN.
+
+    Padding gets the time of the last present one before it, or of the first one; 0 where nothing is present.
+    """
     checked = check_times(name, times, len(x), x.shape[1], x.device)
-    return times if checked is None or padding is None else torch.where(padding, 0.0, checked)
+    if checked is None or padding is None or x.shape[1] == 0:
+        return times
+    places = torch.arange(x.shape[1], device=x.device)
+    first = (~padding).int().argmax(-1, keepdim=True)
+    source = torch.where(padding, first, places).cummax(-1).values
+    return torch.where(padding.all(-1, keepdim=True), 0.0, checked.expand(len(x), -1).gather(-1, source))
 
 
 def _check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...], meaning: str, x: Tensor) -> Tensor | None:

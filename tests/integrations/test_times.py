@@ -595,6 +595,18 @@ def test_wrong_times_of_readings_are_refused(times: Tensor, message: str) -> Non
         patchtst()(torch.randn(3, READINGS, CHANNELS), times=times)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({}, TypeError, "past_values must be a tensor, got NoneType"),
+        ({"past_values": torch.randn(3, READINGS)}, ValueError, r"past_values must have shape .*got \(3, 23\)"),
+    ],
+)
+def test_readings_without_values_are_refused(inputs: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        patchtst()(**inputs, times=grid(READINGS))
+
+
 def test_attention_along_the_channels_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="channel_attention=True"):
         patchtst(channel_attention=True)(torch.randn(3, READINGS, CHANNELS), times=grid(READINGS))

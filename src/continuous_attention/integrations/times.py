@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from continuous_attention import intervals as iv
-from continuous_attention.checks import check_order, check_tensor
+from continuous_attention.checks import FLOATS, check_order, check_tensor
 
 ARGUMENTS = ("times", "decoder_times")
 NODES = "_continuous_nodes"  # attribute of a module: the argument that has the times of its nodes, or None
@@ -143,7 +143,7 @@ def _keep(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
             f"decoder_times are for models with an encoder and a decoder, {type(model).__name__} takes times alone"
         )
     if model.config.model_type == "patchtst":
-        readings = kwargs["past_values"] if "past_values" in kwargs else args[0]
+        readings = kwargs.get("past_values", args[0] if args else None)
         times = {"times": _of_patches(times["times"], readings, model.config)}
     cached = _count_cached(kwargs.get("cache", kwargs.get("past_key_values")))
     if model.training and torch.is_grad_enabled():
@@ -199,13 +199,16 @@ def _run_given(given: _Given | None, function: Callable[..., Any], *args: Any, *
 # ---- PatchTST
 
 
-def _of_patches(times: Tensor, readings: Tensor, config: Any) -> Tensor:
+def _of_patches(times: Tensor, readings: Any, config: Any) -> Tensor:
     """The times of a PatchTST's nodes, (N,) or (B · channels, N), from those of its readings."""
     if config.channel_attention:
         raise NotImplementedError(
             "times can't be used with channel_attention=True: its second attention runs along the channels, which have "
             "no times"
         )
+    check_tensor("past_values", readings, FLOATS, None)
+    if readings.ndim != 3:
+        raise ValueError(f"past_values must have shape (B, context_length, channels), got {tuple(readings.shape)}")
     batch, length, channels = readings.shape
     if tuple(times.shape) not in ((length,), (batch, length)):
         raise ValueError(
