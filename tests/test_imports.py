@@ -16,6 +16,7 @@ LAYERS = [
     "segment",
     "intervals",
     "checks",
+    "dates",
     "reference",
     "quadrature",
     "kernels",

@@ -1,5 +1,6 @@
 """Continuous softmax attention: the query integrates over the path through keys and values."""
 
+from continuous_attention.dates import to_times
 from continuous_attention.functional import continuous_attention, continuous_attention_varlen, merge
 from continuous_attention.integrations.times import take_times
 from continuous_attention.integrations.transformers import (
@@ -9,7 +10,7 @@ from continuous_attention.integrations.transformers import (
     switch_to_softmax,
 )
 from continuous_attention.nn import ContinuousMultiheadAttention, rotate
-from continuous_attention.path import ContinuousCache, Path, simplify, to_times
+from continuous_attention.path import ContinuousCache, Path, simplify
 from continuous_attention.transformer import (
     ContinuousTransformerBlock,
     ContinuousTransformerDecoder,

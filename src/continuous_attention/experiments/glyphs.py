@@ -25,7 +25,7 @@ from continuous_attention import simplify
 from continuous_attention.experiments.corpus import package_folder
 from continuous_attention.experiments.lines import PathReader, cut_at, cut_evenly
 from continuous_attention.experiments.report import UserError
-from continuous_attention.experiments.task import TEST_SEED, Arm, Samples, Task
+from continuous_attention.experiments.task import PLAIN, TEST_SEED, Arm, Samples, Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -250,12 +250,7 @@ class Glyphs(Task):
     title = "Letters from their outlines, in unseen fonts"
     measure = "wrong letters, %"
     arms = (
-        Arm("exact"),
-        Arm("fourth-order"),
-        Arm("trapezoid"),
-        Arm("gregory"),
-        Arm("rectangle"),
-        Arm("softmax"),
+        *PLAIN,
         Arm("gauss"),
         Arm("trapezoid", "densified"),
         Arm("trapezoid", "merged"),

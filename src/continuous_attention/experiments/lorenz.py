@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from continuous_attention.experiments.rules import RULES
-from continuous_attention.experiments.task import TEST_SEED, Arm, Samples, Task, clumped_order
+from continuous_attention.experiments.task import PLAIN, TEST_SEED, Arm, Samples, Task, clumped_order
 from continuous_attention.transformer import ContinuousTransformerEncoder
 
 SIGMA, RHO, BETA = 10.0, 28.0, 8 / 3
@@ -81,7 +80,7 @@ class Lorenz(Task):
 
     title = "Lorenz 63: y(t) and z(t) from x(t)"
     measure = "relative L2 error"
-    arms = tuple(Arm(rule, data) for data in ("", "coarse") for rule in RULES if rule != "gauss")
+    arms = (*PLAIN, *(Arm(arm.rule, "coarse") for arm in PLAIN))
     tests: ClassVar[dict[str, str]] = {
         **{f"dt {STEP * n:g}": f"every {n * STEP:g} from 0 to 2" for n in (1, 2, 4, 8, 16)},
         "half dense": "every 0.01 up to 1, then every 0.04",

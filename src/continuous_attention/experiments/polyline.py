@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from continuous_attention.experiments.lines import PathReader, arc_lengths, cut_at, cut_evenly, resample
-from continuous_attention.experiments.task import TEST_SEED, Arm, Samples, Task
+from continuous_attention.experiments.task import PLAIN, TEST_SEED, Arm, Samples, Task
 
 VERTICES = 8
 BUMPS = ((0.7, 0.2), (-0.6, 0.5), (0.1, -0.8), (-0.3, -0.4))
@@ -72,12 +72,7 @@ class Polyline(Task):
     title = "Line integrals along random polylines of 8 vertices"
     measure = "mean square error over the targets' variance"
     arms = (
-        Arm("exact"),
-        Arm("fourth-order"),
-        Arm("trapezoid"),
-        Arm("gregory"),
-        Arm("rectangle"),
-        Arm("softmax"),
+        *PLAIN,
         Arm("trapezoid", f"resampled to {RESAMPLED}"),
     )
     tests: ClassVar[dict[str, str]] = {

@@ -24,7 +24,7 @@ from continuous_attention import to_times
 from continuous_attention.experiments.corpus import package_folder
 from continuous_attention.experiments.report import UserError
 from continuous_attention.experiments.rules import RULES
-from continuous_attention.experiments.task import TEST_SEED, Arm, Samples, Task, clumped_order
+from continuous_attention.experiments.task import PLAIN, TEST_SEED, Arm, Samples, Task, clumped_order
 from continuous_attention.transformer import ContinuousTransformerDecoder, ContinuousTransformerEncoder
 
 
@@ -189,7 +189,7 @@ class Readings(Task):
     """A usual gap between readings."""
     histories: ClassVar[dict[str, tuple[int, float]]]
     """Readings in the history of each test, and how clumped they are."""
-    arms = (*(Arm(rule) for rule in RULES if rule != "gauss"), Arm("GRU with gaps"))
+    arms = (*PLAIN, Arm("GRU with gaps"))
 
     def __init__(self, test_samples: int, *, width: int, layers: int) -> None:
         self.width, self.layers = width, layers

@@ -65,6 +65,10 @@ class Arm(NamedTuple):
         return f"{self.rule}, {self.data}" if self.data else self.rule
 
 
+PLAIN = tuple(Arm(rule) for rule in RULES if rule != "gauss")
+"""The arms of every task."""
+
+
 def clumped_order(count: int, places: int, generator: torch.Generator, clumping: float = 1.0) -> Tensor:
     """Random numbers (count, places) whose largest k are a draw of k places without replacement.
 
