@@ -330,7 +330,7 @@ class LightCurve(Readings):
     """Brightness of variable stars in two bands, at the times when a telescope could see them, filled in."""
 
     title = "Brightness of variable stars in two bands, filled in between irregular readings"
-    measure = "mean absolute error, in each star's standard deviation"
+    measure = "mean absolute error, σ of each star"
     features, forecasts, periods, gap = 2, False, (1.0, 400.0), 2.0
     tests: ClassVar[dict[str, str]] = {
         "48 readings": "48 of 96 readings in a row, clumped at random, as in training",

@@ -469,6 +469,7 @@ _STYLES: Mapping[str, tuple[str, str]] = {
     "softmax": ("#000000", "p"),
     "gauss": ("#E69F00", "P"),
     "GRU with gaps": ("#8B5A2B", "*"),
+    "last value": ("#999999", "1"),
 }
 
 
@@ -478,7 +479,7 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
     tests = list(task.tests)
     for i, (name, by_test) in enumerate(table.items()):
         rule, _, data = name.partition(", ")
-        colour, marker = _STYLES.get(rule, ("#999999", "_"))
+        colour, marker = _STYLES.get(rule, ("#666666", "2"))
         cells = [cell([row.error for row in by_test[test]]) for test in tests]
         nodes = [mean(row.nodes for row in by_test[test]) for test in tests]
         style: dict[str, Any] = {
@@ -497,8 +498,8 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
         right.errorbar(nodes, means, spreads, linestyle="--" if data else "-", **style)
     left.set_xticks(range(len(tests)), tests, rotation=25, ha="right")
     left.set_title("Error in each test")
-    right.set_title(f"Error against the number of nodes ({', '.join(task.curve)})", fontsize="medium")
-    right.set_xlabel("nodes per sample")
+    right.set_title("Error against the number of nodes")
+    right.set_xlabel(f"nodes per sample\n({', '.join(task.curve)})")
     right.set_xscale("log")
     report.label_plainly(right.xaxis)
     for axes in (left, right):
