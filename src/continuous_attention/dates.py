@@ -68,7 +68,9 @@ def _as_numpy(name: str, stamps: Any) -> Any:
     try:
         found = np.asarray(stamps)
     except ValueError as error:
-        raise ValueError(f"{name} must be one date, or rows of equal length ({error})") from None
+        raise ValueError(
+            f"{name} must be one date, or rows of equal length: fill short ones up with None ({error})"
+        ) from None
     if found.dtype.kind in "OU":
         found = _of_objects(name, found)
     elif found.size == 0 and found.dtype.kind not in "mM":

@@ -290,10 +290,10 @@ def new_figure(width: float, height: float, panels: int) -> tuple[Figure, list[A
 
 def label_plainly(axis: Axis) -> None:
     """Label a logarithmic axis with numbers such as 0.05 and 20."""
-    from matplotlib.ticker import LogLocator, ScalarFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axis.set_major_formatter(ScalarFormatter())
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.minorticks_off()
 
 

@@ -473,6 +473,10 @@ _STYLES: Mapping[str, tuple[str, str]] = {
 }
 
 
+# Of arms with special data: most are hollow, and where a task has two of a rule, one of these differs.
+_FILLED = {"merged": "#ffd92f"}
+
+
 def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
     """Draw errors.png: the error in each test, and against the number of nodes."""
     figure, (left, right) = report.new_figure(12, 5.2, panels=2)
@@ -488,7 +492,7 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
             "markersize": 6,
             "capsize": 2,
             "linewidth": 1.2,
-            "markerfacecolor": "none" if data else colour,
+            "markerfacecolor": _FILLED.get(data, "none") if data else colour,
         }
         place = [j + (i - (len(table) - 1) / 2) * 0.7 / len(table) for j in range(len(tests))]
         means, spreads = [x.mean for x in cells], [0.0 if math.isnan(x.spread) else x.spread for x in cells]
@@ -507,7 +511,8 @@ def plot(config: TimeseriesConfig, task: Task, table: Table) -> None:
         if axes.dataLim.ymin > 0:  # not where nothing is finite, or an error is 0
             axes.set_yscale("log")
             report.label_plainly(axes.yaxis)
-    figure.suptitle(f"{task.title} (mean and spread of {config.seeds} seeds)")
+    seeds = f"mean and spread of {config.seeds} seeds" if config.seeds > 1 else "one seed"
+    figure.suptitle(f"{task.title} ({seeds})")
     figure.legend(loc="outside lower center", ncols=min(5, len(table)), frameon=False)
     report.save_figure(config.out / PLOT, figure)
 
@@ -517,6 +522,7 @@ def _report(
 ) -> str:
     session = stored["sessions"][-1]
     machine, versions = session["machine"], session["versions"]
+    seeds = f"{config.seeds} seeds" if config.seeds > 1 else "one seed"
     threads = "one thread" if config.threads == 1 else f"{config.threads or 'all'} threads"
     first, last = _ends(task)
     same = f"""
@@ -534,7 +540,7 @@ depends on the line alone leaves them where they are, up to rounding.
     return f"""# {task.title}
 
 {config.steps} steps of {config.batch_size} samples, AdamW with a peak learning rate of {config.learning_rate:g};
-{config.seeds} seeds from {config.seed} on. All arms of a seed start from the same weights and see the same samples in
+{seeds} from {config.seed} on. All arms of a seed start from the same weights and see the same samples in
 the same order; test data were drawn once, with a seed of their own.{unseen}
 
 Machine: {machine["device"]}, {machine["system"]}, {threads} for each run,
