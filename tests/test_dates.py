@@ -5,6 +5,7 @@ from datetime import date, datetime, timedelta, timezone
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from oracle import random_inputs
@@ -162,7 +163,6 @@ def test_what_looks_like_pandas_with_a_time_zone(kind: Callable[[], object]) -> 
 
 
 def test_pandas() -> None:
-    pd = pytest.importorskip("pandas")
     index = pd.DatetimeIndex(MOMENTS)
     zoned = index.tz_localize("UTC").tz_convert("Asia/Kolkata")
     for stamps in (index, zoned, pd.Series(index), pd.Series(zoned), list(zoned)):
@@ -177,7 +177,6 @@ def test_pandas() -> None:
 
 @pytest.mark.parametrize("zone", [None, "Asia/Kolkata"])
 def test_pandas_keeps_nanoseconds(zone: str | None) -> None:
-    pd = pytest.importorskip("pandas")
     start = pd.Timestamp("2026-07-01T00:00:00.000000001").tz_localize("UTC").tz_convert(zone)
     stamps = [start + pd.Timedelta(x, "ns") for x in (0, 1, 999_999)]
     for kind in (stamps, pd.Series(stamps), pd.Series(stamps, dtype=object)):
