@@ -61,6 +61,14 @@ def check_number(name: str, x: object) -> float:
     return float(x)
 
 
+def check_integer(name: str, x: Any, least: int) -> None:
+    """A whole number from `least` on."""
+    if not is_integer(x):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
+
+
 def check_qkv(query: Tensor, key: Tensor, value: Tensor, names: tuple[str, str, str], layout: str) -> None:
     """Types, dims and the sizes that must agree; `names` are those of the caller's arguments."""
     for name, x in zip(names, (query, key, value), strict=True):

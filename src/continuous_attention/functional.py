@@ -472,8 +472,8 @@ def _resolve(
     check_choice("interpolation", interpolation, INTERPOLATIONS)
     if interpolation == "fourth_order":
         partial = {"is_causal": is_causal, "window": window is not None, "time_window": time_window is not None}
-        _check_whole(seen, key.shape[2], mask, rule, softcap, [name for name, given in partial.items() if given])
         joined = iv.used_segments(seen, key.shape[2])
+        _check_whole(seen, joined, mask, rule, softcap, [name for name, given in partial.items() if given])
     seen = _resolve_position(seen, position, origin, is_causal, times, query_times, sides, time_window)
     end_length = end_held
     if is_causal and times is not None and query_times is not None:
@@ -580,7 +580,7 @@ def _resolve_boundary(
 
 
 def _check_whole(
-    seen: Tensor, key_length: int, mask: Tensor | None, rule: str, softcap: float | None, partial: list[str]
+    seen: Tensor, joined: Tensor, mask: Tensor | None, rule: str, softcap: float | None, partial: list[str]
 ) -> None:
     """What interpolation="fourth_order" needs: the exact rule, and queries that see all of a path or nothing of it."""
     if rule != "exact":
@@ -590,7 +590,7 @@ def _check_whole(
         obstacle = f"got {', '.join(partial)}"
     elif mask is not None:
         obstacle = "got an attn_mask that has gaps, differs between heads, or is hidden by a compiler"
-    elif not iv.holds(_sees_whole_paths(seen, key_length)):
+    elif not iv.holds(_sees_whole_paths(seen, joined)):
         obstacle = "got intervals or an attn_mask that cut it"
     if obstacle is not None:
         raise NotImplementedError(
@@ -601,10 +601,11 @@ def _check_whole(
         raise NotImplementedError("interpolation='fourth_order' has no order 4 with a softcap, which bends the scores")
 
 
-def _sees_whole_paths(seen: Tensor, key_length: int) -> Tensor:
+def _sees_whole_paths(seen: Tensor, joined: Tensor) -> Tensor:
     """For each query, whether the path is cut for all of them where its interval begins and ends; (B, Lq)."""
     lo, hi = seen.unbind(-1)
-    joined = torch.nn.functional.pad(iv.used_segments(seen, key_length), (0, 1))
+    key_length = joined.shape[-1]
+    joined = torch.nn.functional.pad(joined, (0, 1))
     cut = ~joined.gather(-1, lo.clamp(0, key_length)) & ~joined.gather(-1, hi.clamp(0, key_length))
     return cut | (hi <= lo)
 

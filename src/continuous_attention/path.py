@@ -12,6 +12,7 @@ from torch import Tensor
 
 from continuous_attention import intervals as iv
 from continuous_attention.checks import (
+    check_integer,
     check_number,
     check_order,
     check_qkv,
@@ -138,7 +139,8 @@ def simplify(
     inside the path see it held from an earlier node than before: the bound is for queries that see it whole.
     """
     tolerances = _check_tolerance(tolerance)
-    times, present = _check_nodes(key, value, times, present)
+    _check_key_value(key, value)
+    times, present = _check_nodes(key, times, present)
     kept = _kept(key, value, times, present, tolerances)
     longest = int(kept.sum(-1).max()) if len(kept) else 0
     order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)[:, :longest]
@@ -162,9 +164,8 @@ def _check_key_value(key: Tensor, value: Tensor) -> None:
         raise ValueError(f"key must have at least one head, got shape {tuple(key.shape)}")
 
 
-def _check_nodes(key: Tensor, value: Tensor, times: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Times and present nodes, both (B, Lk)."""
-    _check_key_value(key, value)
+def _check_nodes(key: Tensor, times: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Times and present nodes, both (B, Lk), of keys and values that were checked."""
     batch, length = len(key), key.shape[2]
     times = check_times("times", times, batch, length, key.device)
     if times is None:
@@ -254,10 +255,7 @@ class ContinuousCache:
 
     def __init__(self, tolerance: float | tuple[float, float], *, recent: int = 64) -> None:
         self.tolerances = _check_tolerance(tolerance)
-        if not is_integer(recent):
-            raise TypeError(f"recent must be an int, got {type(recent).__name__}")
-        if recent < 1:
-            raise ValueError(f"recent must be at least 1, got {recent}")
+        check_integer("recent", recent, 1)
         self.recent = int(recent)
         self.seen = 0
         """Nodes that arrived so far."""
@@ -317,7 +315,7 @@ class ContinuousCache:
         if path is not None:
             self._check_fits("key", key, path.key)
             self._check_fits("value", value, path.value)
-        times, _ = _check_nodes(key, value, self.next_times(key) if times is None else times, None)
+        times, _ = _check_nodes(key, self.next_times(key) if times is None else times, None)
         times = times.detach()
         if path is None:
             return times

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from continuous_attention.checks import check_shape, check_tensor, check_times, is_integer
+from continuous_attention.checks import check_integer, check_shape, check_tensor, check_times
 from continuous_attention.nn import ContinuousMultiheadAttention
 from continuous_attention.path import ContinuousCache
 
@@ -44,9 +44,9 @@ class ContinuousTransformerBlock(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
-        _check_size("embed_dim", embed_dim, 1)
+        check_integer("embed_dim", embed_dim, 1)
         hidden = 4 * embed_dim if feedforward is None else feedforward
-        _check_size("feedforward", hidden, 1)
+        check_integer("feedforward", hidden, 1)
 
         def branch(wanted: bool) -> tuple[nn.LayerNorm, ContinuousMultiheadAttention] | tuple[None, None]:
             if not wanted:
@@ -131,9 +131,9 @@ class ContinuousTransformerEncoder(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        _check_size("features", features, 1)
-        _check_size("embed_dim", embed_dim, 1)
-        _check_size("num_layers", num_layers, 1)
+        check_integer("features", features, 1)
+        check_integer("embed_dim", embed_dim, 1)
+        check_integer("num_layers", num_layers, 1)
         self.features = features
         self.embedding = nn.Linear(2 * features, embed_dim)
         self.blocks = nn.ModuleList(
@@ -265,9 +265,9 @@ class ContinuousTransformerDecoder(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        _check_size("features", features, 0)
-        _check_size("embed_dim", embed_dim, 1)
-        _check_size("num_layers", num_layers, 1)
+        check_integer("features", features, 0)
+        check_integer("embed_dim", embed_dim, 1)
+        check_integer("num_layers", num_layers, 1)
         self.features = features
         self.start = nn.Parameter(torch.randn(embed_dim) / embed_dim**0.5)
         self.embedding = nn.Linear(features, embed_dim, bias=False) if features > 0 else None
@@ -351,13 +351,6 @@ class ContinuousTransformerDecoder(nn.Module):
         for block in self.blocks:
             x = block(x, along_itself=along_itself, memory=memory, along_memory=along_memory)
         return self.norm(x)
-
-
-def _check_size(name: str, x: Any, least: int) -> None:
-    if not is_integer(x):
-        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
-    if x < least:
-        raise ValueError(f"{name} must be at least {least}, got {x}")
 
 
 def _check_dtype(name: str, x: Tensor, weight: Tensor) -> None:

@@ -119,7 +119,7 @@ def test_the_folder(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         "report.md",
         "checkpoints",
     }
-    tests = timeseries._task_class(tiny(task)).tests
+    tests = timeseries.TASKS[task].tests
     rows = results(out)
     assert [(row.seed, row.arm, row.test) for row in rows] == sorted(
         (seed, arm, test) for seed in (0, 1) for arm in ("exact", "trapezoid") for test in tests

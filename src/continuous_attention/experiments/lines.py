@@ -13,7 +13,7 @@ from continuous_attention.nn import ContinuousMultiheadAttention
 
 
 def arc_lengths(vertices: Tensor) -> Tensor:
-    """The length of the line up to each vertex: (N, L, 2) to (N, L)."""
+    """The length of the line up to each vertex: (N, L, F) to (N, L)."""
     return F.pad(vertices.diff(dim=1).norm(dim=-1).cumsum(-1), (1, 0))
 
 
@@ -37,8 +37,8 @@ def resample(vertices: Tensor, count: int) -> Tensor:
     after = torch.searchsorted(times, wanted).clamp(1, times.shape[1] - 1)
     start, end = (times.gather(1, index) for index in (after - 1, after))
     share = ((wanted - start) / (end - start).clamp_min(1e-12)).clamp(0, 1).unsqueeze(-1)
-    points = [vertices.gather(1, index.unsqueeze(-1).expand(-1, -1, 2)) for index in (after - 1, after)]
-    return torch.lerp(points[0], points[1], share)
+    rows = torch.arange(len(vertices)).unsqueeze(-1)
+    return torch.lerp(vertices[rows, after - 1], vertices[rows, after], share)
 
 
 class PathReader(nn.Module):

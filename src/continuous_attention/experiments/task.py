@@ -35,10 +35,6 @@ class Samples(Dataset[dict[str, Tensor]]):
         """Return N."""
         return len(next(iter(self.tensors.values())))
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample."""
-        return {name: x[index] for name, x in self.tensors.items()}
-
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return a batch, as torch's DataLoader asks for it, without the padding that all of it has."""
         batch = {name: x[torch.as_tensor(indices)] for name, x in self.tensors.items()}

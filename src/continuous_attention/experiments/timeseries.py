@@ -34,7 +34,13 @@ from continuous_attention.experiments.training import History, TrainingConfig
 
 EXPERIMENT = "timeseries"
 COMMAND = f"continuous-attention experiment {EXPERIMENT}"
-TASKS = ("polyline", "glyphs", "lorenz", "glucose", "lightcurve")
+TASKS: dict[str, type[Task]] = {
+    "polyline": Polyline,
+    "glyphs": Glyphs,
+    "lorenz": Lorenz,
+    "glucose": Glucose,
+    "lightcurve": LightCurve,
+}
 RESULTS, PLOT = "results.csv", "errors.png"
 
 
@@ -120,8 +126,7 @@ def check_settings(config: TimeseriesConfig, processes: int = 1) -> None:
     )
     if config.width % 8:
         raise UserError(f"--width {config.width} must be a multiple of 8, for 4 heads of even width")
-    kind = _task_class(config)
-    names = [arm.name for arm in kind.arms]
+    names = [arm.name for arm in TASKS[config.task].arms]
     for name in config.arms:
         if name not in names:
             raise UserError(f"--arms {name!r} is none of {', '.join(map(repr, names))}")
@@ -130,12 +135,6 @@ def check_settings(config: TimeseriesConfig, processes: int = 1) -> None:
     for folder in config.fonts:
         if not folder.is_dir():
             raise UserError(f"--fonts {folder} is not a folder")
-
-
-def _task_class(config: TimeseriesConfig) -> type[Task]:
-    return {"polyline": Polyline, "glyphs": Glyphs, "lorenz": Lorenz, "glucose": Glucose, "lightcurve": LightCurve}[
-        config.task
-    ]
 
 
 def make_task(config: TimeseriesConfig) -> Task:
@@ -197,7 +196,7 @@ class Result:
 
 def runs_of(config: TimeseriesConfig) -> list[Run]:
     """Return all runs, seed by seed."""
-    arms = [arm for arm in _task_class(config).arms if not config.arms or arm.name in config.arms]
+    arms = [arm for arm in TASKS[config.task].arms if not config.arms or arm.name in config.arms]
     return [Run(arm, seed) for seed in range(config.seed, config.seed + config.seeds) for arm in arms]
 
 
