@@ -31,12 +31,12 @@ from continuous_attention.checks import (
     dtype_name,
     unify_dtypes,
 )
-from continuous_attention.kernels import cpu
+from continuous_attention.kernels import cpu, triton
 
 BOUNDARIES = ("zero", "repeat", "half", "none")
 RULES = ("exact", "trapezoid", "rectangle", "taylor")
 SHORTEST_PATH = 1e-30
-"""Below it, the CPU kernels' float32 lengths lose digits."""
+"""Below it, the kernels' float32 lengths lose digits."""
 INTERPOLATIONS = ("linear", "fourth_order")
 BACKENDS = ("reference", "cpu", "triton")
 
@@ -113,9 +113,9 @@ def continuous_attention(
             border between two curves; fewer than three nodes stay as they are.
         return_lse: also return lse = log ∫ e^{scale·q·k(s)} ds, shape (B, Hq, Lq), float32 (float64 for float64).
         backend: None for the best one that can do it. "reference" can do everything, in plain torch, differentiates
-            as often as you like, and stores the scores. "cpu", the fused kernels, do the exact rule on CPU tensors
-            of float32, bfloat16 and float16, with head dims up to 256 and no gaps in a mask; they store no scores and
-            differentiate once. A named one never falls back; "triton" is the name of kernels to come.
+            as often as you like, and stores the scores. "cpu" and "triton", the fused kernels on CPUs and on GPUs, do
+            the exact rule in float32, bfloat16 and float16, with head dims up to 256 and no gaps in a mask; they store
+            no scores and differentiate once. A named one never falls back.
 
     Returns:
         out (B, Hq, Lq, Dv), or (out, lse). A query that sees nothing gets 0 and lse −inf; a domain without length
@@ -212,7 +212,7 @@ def continuous_attention_varlen(
         rule: "exact", "trapezoid", "rectangle" or "taylor".
         interpolation: "linear" or "fourth_order", of each document.
         return_lse: also return lse, of shape (tokens, Hq), the shape of out without its last dim.
-        backend: "reference", "cpu" or None, see `continuous_attention`.
+        backend: "reference", "cpu", "triton" or None, see `continuous_attention`.
 
     Returns:
         out (tokens of all documents, Hq, Dv), or (out, lse).
@@ -309,7 +309,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 class _Call(NamedTuple):
     """What was asked for, without the words: what `reference.attention` is given after query, key and value."""
 
-    kernel: bool  # the CPU kernels run it
+    kernels: str | None  # the fused kernels that run it, "cpu" or "triton"
     quadrature: bool  # torch's SDPA runs it
     return_lse: bool
     rule: str
@@ -323,8 +323,8 @@ class _Call(NamedTuple):
 def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor | tuple[Tensor, Tensor]:
     if call.joined is not None:
         key, value = (path.correct(nodes, call.arguments["lengths"], call.joined) for nodes in (key, value))
-    if call.kernel:
-        prepared = ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments)
+    if call.kernels is not None:
+        prepared = ops.prepare(query.shape[2], key.shape[2], call.seen, kernels=call.kernels, **call.arguments)
         out, lse = ops.attention(query, key, value, prepared)
     elif call.quadrature:
         return quadrature.attention(query, key, value, call.seen, rule=call.rule, **call.arguments)
@@ -367,8 +367,8 @@ def _prepare_sizes(*inputs: Any, **how: Any) -> tuple[Any, ...] | None:
             query, key, value, mask=None, times=None, query_times=None, time_window=None, intervals=None, **how
         )
         return (
-            ops.prepare(query.shape[2], key.shape[2], call.seen, **call.arguments)
-            if call.kernel and call.joined is None
+            ops.prepare(query.shape[2], key.shape[2], call.seen, kernels=call.kernels, **call.arguments)
+            if call.kernels is not None and call.joined is None
             else None
         )
 
@@ -445,7 +445,7 @@ def _resolve(
     check_choice("rule", rule, RULES)
     if softcap is not None and check_number("softcap", softcap) <= 0:
         raise ValueError(f"softcap must be positive, or None for no bound, got {softcap}")
-    kernel = _choose_kernel(backend, query, value, rule, softcap)
+    kernels = _choose_kernels(backend, query, value, rule, softcap)
     check_flag("is_causal", is_causal)
     check_flag("return_lse", return_lse)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number("scale", scale)
@@ -456,8 +456,11 @@ def _resolve(
 
     if mask is not None:
         seen, mask = _absorb_mask(seen, mask)
-    if mask is not None and backend == "cpu":
-        raise _incapable("can't follow an attn_mask that has gaps, differs between heads, or is hidden by a compiler")
+    if mask is not None:
+        if backend is not None and kernels is not None:
+            obstacle = "can't follow an attn_mask that has gaps, differs between heads, or is hidden by a compiler"
+            raise _incapable(backend, obstacle)
+        kernels = None
     if times is not None:
         check_order(times, seen)
     if times is not None and query_times is not None and times.dtype != query_times.dtype:
@@ -480,12 +483,11 @@ def _resolve(
         end_length = end_held + _held_until(query_times, times, seen, mask)
 
     lengths = None if times is None else iv.segment_lengths(times, seen)
-    if kernel and lengths is not None and not iv.holds(_fits_float32(lengths)):
-        if backend == "cpu":
-            raise _incapable(
-                f"keeps lengths in float32, and these times differ by less than {SHORTEST_PATH} altogether"
-            )
-        kernel = False
+    if kernels is not None and lengths is not None and not iv.holds(_fits_float32(lengths)):
+        if backend is not None:
+            obstacle = f"keeps lengths in float32, and these times differ by less than {SHORTEST_PATH} altogether"
+            raise _incapable(backend, obstacle)
+        kernels = None
     arguments = {
         "scale": scale,
         "lengths": lengths,
@@ -494,7 +496,7 @@ def _resolve(
         "end_length": end_length,
     }
     return _Call(
-        kernel=kernel and mask is None,
+        kernels=kernels,
         quadrature=backend is None
         and mask is None
         and softcap is None
@@ -510,44 +512,70 @@ def _resolve(
     )
 
 
-def _choose_kernel(backend: str | None, query: Tensor, value: Tensor, rule: str, softcap: float | None) -> bool:
-    """Whether the CPU kernels run, as far as it doesn't depend on what is visible.
+def _choose_kernels(
+    backend: str | None, query: Tensor, value: Tensor, rule: str, softcap: float | None
+) -> str | None:
+    """Which fused kernels run, as far as it doesn't depend on what is visible.
 
     Raises:
         NotImplementedError: they were asked for by name and can't.
     """
     if backend is not None:
         check_choice("backend", backend, BACKENDS, " or None")
-    if backend == "triton":
-        raise NotImplementedError("backend='triton' isn't part of this version; backend='reference' can do everything")
     if backend == "reference":
-        return False
+        return None
+    kernels = backend or ("cpu" if query.device.type in ("cpu", "meta") else "triton")
+    obstacle = _obstacle(kernels, query, value, rule, softcap)
+    if obstacle is None:
+        return kernels
+    if backend is not None:
+        raise _incapable(backend, obstacle)
+    return None
+
+
+def _obstacle(kernels: str, query: Tensor, value: Tensor, rule: str, softcap: float | None) -> str | None:
+    """Why these kernels can't run it."""
     dim, value_dim = query.shape[-1], value.shape[-1]
+    if query.dtype not in ops.DTYPES:
+        return f"computes {', '.join(map(dtype_name, ops.DTYPES))}, got {dtype_name(query.dtype)}"
+    if rule != "exact":
+        return f"has the rule 'exact' only, got {rule!r}"
+    if softcap is not None:
+        return f"has no softcap, got {softcap}"
+    if dim > ops.LARGEST_HEAD_DIM or not 0 < value_dim <= ops.LARGEST_HEAD_DIM:
+        return f"needs head dims D and Dv from 1 to {ops.LARGEST_HEAD_DIM}, got {dim} and {value_dim}"
+    if value.shape[-2] > ops.MOST_NODES:
+        return f"counts nodes up to {ops.MOST_NODES}, got {value.shape[-2]}"
+    if ops.is_transformed():
+        return "can't run inside the transforms of torch.func, such as vmap"
+    return _obstacle_on_gpu(query) if kernels == "triton" else _obstacle_on_cpu(query)
+
+
+def _obstacle_on_cpu(query: Tensor) -> str | None:
     if query.device.type not in ("cpu", "meta"):
-        obstacle = f"needs tensors on the CPU, got them on {query.device}"
-    elif query.dtype not in ops.DTYPES:
-        obstacle = f"computes {', '.join(map(dtype_name, ops.DTYPES))}, got {dtype_name(query.dtype)}"
-    elif rule != "exact":
-        obstacle = f"has the rule 'exact' only, got {rule!r}"
-    elif softcap is not None:
-        obstacle = f"has no softcap, got {softcap}"
-    elif dim > ops.LARGEST_HEAD_DIM or not 0 < value_dim <= ops.LARGEST_HEAD_DIM:
-        obstacle = f"needs head dims D and Dv from 1 to {ops.LARGEST_HEAD_DIM}, got {dim} and {value_dim}"
-    elif value.shape[-2] > ops.MOST_NODES:
-        obstacle = f"counts nodes up to {ops.MOST_NODES}, got {value.shape[-2]}"
-    elif cpu.module is None:
-        obstacle = f"isn't there: {cpu.reason}; {cpu.REINSTALL}"
-    elif ops.is_transformed():
-        obstacle = "can't run inside the transforms of torch.func, such as vmap"
-    else:
-        return True
-    if backend == "cpu":
-        raise _incapable(obstacle)
-    return False
+        return f"needs tensors on the CPU, got them on {query.device}"
+    if cpu.module is None:
+        return f"isn't there: {cpu.reason}; {cpu.REINSTALL}"
+    return None
 
 
-def _incapable(obstacle: str) -> NotImplementedError:
-    return NotImplementedError(f"backend='cpu' {obstacle}; backend='reference' can do this")
+def _obstacle_on_gpu(query: Tensor) -> str | None:
+    if triton.obstacle():
+        return f"isn't there: {triton.obstacle()}"
+    if query.is_cuda:
+        return triton.obstacle_of_device(query.device)
+    if query.is_cpu and not triton.interpreted():
+        return (
+            "needs tensors on a GPU, got them on the CPU; the environment variable TRITON_INTERPRET=1 runs it there, "
+            "slowly, for tests"
+        )
+    if query.is_cpu and query.dtype == torch.bfloat16:
+        return "has no bfloat16 in Triton's interpreter, which multiplies it wrongly"
+    return None if query.device.type in ("cpu", "meta") else f"needs tensors on a GPU, got them on {query.device}"
+
+
+def _incapable(backend: str, obstacle: str) -> NotImplementedError:
+    return NotImplementedError(f"backend={backend!r} {obstacle}; backend='reference' can do this")
 
 
 def _resolve_boundary(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from continuous_attention.kernels import cpu
+from continuous_attention.kernels import cpu, triton
 
 LARGEST_HEAD_DIM = 256
 MOST_NODES = 2**31 - 2**16  # the kernels count them in 32 bits
@@ -24,9 +24,10 @@ NO_VECTOR = (0, 0)
 
 # What both operators are given, in this order. Lengths and the start node are float32; with a start node,
 # start_length is the length of its segment and positive, without one it is a length held at the first visible node.
+# `kernels` are "cpu" or "triton".
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor intervals, Tensor? lengths, Tensor? start_key, "
-    "Tensor? start_value, Tensor? end_lengths, float scale, float start_length, float end_length"
+    "Tensor? start_value, Tensor? end_lengths, float scale, float start_length, float end_length, str kernels"
 )
 _library = torch.library.Library("continuous_attention", "DEF")
 # The gradients want two things more than `out` and `lse`, which are empty unless `keep`: `rest` is what rounding took
@@ -50,6 +51,7 @@ def prepare(
     start_node: tuple[Tensor, Tensor] | None = None,
     start_length: float = 0.0,
     end_length: float | Tensor = 0.0,
+    kernels: str = "cpu",
 ) -> tuple[Any, ...]:
     """What the operators are given after query, key and value.
 
@@ -62,6 +64,7 @@ def prepare(
         start_node: before the first visible node.
         start_length: of its segment, or held without one.
         end_length: held after the last node; the same for all heads, so a number or (B or 1, 1, Lq or 1).
+        kernels: "cpu", or "triton" for tensors on a GPU, or on the CPU in Triton's interpreter.
     """
     intervals = intervals.clamp(0, key_length).to(torch.int32).expand(-1, query_length, -1).contiguous()
     start_key = start_value = end_lengths = None
@@ -75,7 +78,7 @@ def prepare(
     if isinstance(end_length, Tensor):
         end_lengths = end_length.squeeze(1).to(torch.float32).expand(-1, query_length).contiguous()
         end_length = 0.0
-    return intervals, lengths, start_key, start_value, end_lengths, scale, start_length, end_length
+    return intervals, lengths, start_key, start_value, end_lengths, scale, start_length, end_length, kernels
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, prepared: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -170,24 +173,33 @@ def _with_rows(x: Tensor) -> Tensor:
     return x if x.stride()[-1] == 1 else x.contiguous()
 
 
-def _kernels() -> Any:
+def _on_cpu() -> Any:
     if cpu.module is None:
         raise NotImplementedError(f"the CPU kernels are missing: {cpu.reason}; {cpu.REINSTALL}")
     return cpu.module
 
 
+def _on_gpu() -> Any:
+    if triton.obstacle():
+        raise NotImplementedError(f"the GPU kernels are missing: {triton.obstacle()}")
+    return triton.load()
+
+
 def _compute(
     query: Tensor, key: Tensor, value: Tensor, *others_and_keep: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    *others, keep = others_and_keep
+    *others, kernels, keep = others_and_keep
     query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
     batch, heads, length, _ = query.shape
     out = query.new_empty((batch, heads, length, value.shape[3]))
     lse = query.new_empty((batch, heads, length), dtype=torch.float32)
     rest = torch.empty_like(out) if keep and _has_rest(query) else None
     normalizer = lse.new_empty((*lse.shape, 2)) if keep else None
-    addresses = out.data_ptr(), lse.data_ptr(), _address(rest), _address(normalizer)
-    _kernels().forward(_problem(query, key, value, *others), *addresses)
+    if kernels == "triton":
+        _on_gpu().forward(query, key, value, *others, out, lse, rest, normalizer)
+    else:
+        addresses = out.data_ptr(), lse.data_ptr(), _address(rest), _address(normalizer)
+        _on_cpu().forward(_problem(query, key, value, *others), *addresses)
     return out, lse, rest, normalizer
 
 
@@ -217,31 +229,23 @@ def _compute_gradients(
     normalizer: Tensor,
     *inputs_and_wanted: Any,
 ) -> tuple[Tensor | None, ...]:
-    *inputs, wanted = inputs_and_wanted
+    *inputs, kernels, wanted = inputs_and_wanted
     query, key, value, intervals, lengths, start_key, start_value, end_lengths, *numbers = inputs
     query, key, value, out = _with_rows(query), _with_rows(key), _with_rows(value), _with_rows(out)
     out_gradient = torch.zeros_like(out) if out_gradient is None else _with_rows(out_gradient)
     lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
-    batch, heads, length, dim = query.shape
-    key_heads = key.shape[1]
-    gradients = [x.new_empty(x.shape) for x in (query, key, value)]
-    if normalizer.shape != (batch, heads, length, 2):
+    if normalizer.shape != (*query.shape[:3], 2):
         raise ValueError("backward needs the normalizer that forward returns with keep=True")
-    # Of what heads or batch elements share, each gives its own part.
-    of_start, of_lengths, of_ends = wanted
-    start_key_parts = start_key.new_empty((batch, key_heads, dim)) if of_start else None
-    start_value_parts = start_value.new_empty((batch, key_heads, value.shape[3])) if of_start else None
-    length_parts = lengths.new_empty((batch, key_heads, key.shape[2])) if of_lengths else None
-    end_parts = end_lengths.new_empty((batch, heads, length)) if of_ends else None
-    _kernels().backward(
-        _problem(query, key, value, intervals, lengths, start_key, start_value, end_lengths, *numbers),
-        (out.data_ptr(), out.stride()),
-        (out_gradient.data_ptr(), out_gradient.stride()),
-        _address(rest if _has_rest(query) else None),
-        normalizer.data_ptr(),
-        _address(lse_gradient),
-        [_address(x) for x in (*gradients, start_key_parts, start_value_parts, length_parts, end_parts)],
-    )
+    rest = rest if _has_rest(query) else None
+    others = intervals, lengths, start_key, start_value, end_lengths
+    if kernels == "triton":
+        results = out, rest, normalizer.contiguous(), query, key, value, *others, *numbers
+        gradients = _on_gpu().backward(out_gradient, lse_gradient, *results, wanted)
+    else:
+        gradients = _compute_gradients_on_cpu(
+            out_gradient, lse_gradient, out, rest, normalizer, query, key, value, *others, *numbers, wanted
+        )
+    *gradients, length_parts, start_key_parts, start_value_parts, end_parts = gradients
     return (
         *gradients,
         None if length_parts is None else length_parts.sum(1).sum_to_size(lengths.shape),
@@ -249,6 +253,42 @@ def _compute_gradients(
         None if start_value_parts is None else start_value_parts.sum(0),
         None if end_parts is None else end_parts.sum(1).sum_to_size(end_lengths.shape),
     )
+
+
+def _compute_gradients_on_cpu(
+    out_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    out: Tensor,
+    rest: Tensor | None,
+    normalizer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *others_and_wanted: Any,
+) -> list[Tensor | None]:
+    """Of what heads or batch elements share, each gives its own part: (B, Hkv, …) or (B, Hq, Lq)."""
+    *others, (of_start, of_lengths, of_ends) = others_and_wanted
+    _, lengths, start_key, start_value, end_lengths, *_ = others
+    batch, heads, length, dim = query.shape
+    key_heads = key.shape[1]
+    gradients = [x.new_empty(x.shape) for x in (query, key, value)]
+    gradients += [
+        lengths.new_empty((batch, key_heads, key.shape[2])) if of_lengths else None,
+        start_key.new_empty((batch, key_heads, dim)) if of_start else None,
+        start_value.new_empty((batch, key_heads, value.shape[3])) if of_start else None,
+        end_lengths.new_empty((batch, heads, length)) if of_ends else None,
+    ]
+    query_key_value, of_length, of_start_key, of_start_value, of_end = gradients[:3], *gradients[3:]
+    _on_cpu().backward(
+        _problem(query, key, value, *others),
+        (out.data_ptr(), out.stride()),
+        (out_gradient.data_ptr(), out_gradient.stride()),
+        _address(rest),
+        normalizer.data_ptr(),
+        _address(lse_gradient),
+        [_address(x) for x in (*query_key_value, of_start_key, of_start_value, of_length, of_end)],
+    )
+    return gradients
 
 
 def _backward(*inputs: Any) -> tuple[Tensor, ...]:
@@ -272,7 +312,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> None:
-    *tensors, ctx.scale, ctx.start_length, ctx.end_length, _ = inputs
+    *tensors, ctx.scale, ctx.start_length, ctx.end_length, ctx.kernels, _ = inputs
     out, _, rest, normalizer = output
     ctx.save_for_backward(out, rest, normalizer, *tensors)
     ctx.mark_non_differentiable(*(x for x in (rest, normalizer) if x is not None))
@@ -285,7 +325,8 @@ def _differentiate(
     saved = ctx.saved_tensors
     _, _, _, _, of_lengths, of_start_key, of_start_value, of_ends, *_ = ctx.needs_input_grad
     wanted = [of_start_key or of_start_value, of_lengths, of_ends]
-    inputs = (out_gradient, lse_gradient, *saved, ctx.scale, ctx.start_length, ctx.end_length, wanted)
+    numbers = ctx.scale, ctx.start_length, ctx.end_length, ctx.kernels
+    inputs = (out_gradient, lse_gradient, *saved, *numbers, wanted)
     out, _, _, query, key, value, *_ = saved
     arriving = [x for x in (out_gradient, lse_gradient) if x is not None]
     if not is_plain(out, query, key, value, *arriving):
@@ -295,7 +336,7 @@ def _differentiate(
     else:
         gradients = _compute_gradients(*inputs)
     query, key, value, lengths, start_key, start_value, end_lengths = gradients
-    by_input = query, key, value, None, lengths, start_key, start_value, end_lengths, None, None, None, None
+    by_input = query, key, value, None, lengths, start_key, start_value, end_lengths, *(None,) * 5
     return tuple(x if wanted else None for x, wanted in zip(by_input, ctx.needs_input_grad, strict=True))
 
 
@@ -330,8 +371,9 @@ class _Gradient(torch.autograd.Function):
     backward = staticmethod(_refuse)
 
 
-_library.impl("forward", _forward, "CPU")
-_library.impl("backward", _backward, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("forward", _forward, _device)
+    _library.impl("backward", _backward, _device)
 torch.library.register_fake("continuous_attention::forward", _fake_forward, lib=_library)
 torch.library.register_fake("continuous_attention::backward", _fake_backward, lib=_library)
 torch.library.register_autograd("continuous_attention::forward", _differentiate, setup_context=_save, lib=_library)
