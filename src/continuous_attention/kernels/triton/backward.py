@@ -51,10 +51,9 @@ def rows_kernel(
     S: tl.constexpr, HAS_END: tl.constexpr,
 ):  # fmt: skip
     """One program per block of queries, head and batch element."""
-    blocks = LQ_PAD // S.block_m
-    block = tl.program_id(0) % blocks
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head // HQ, head % HQ
+    block = tl.program_id(0)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * HQ + h
     row = block * S.block_m + tl.arange(0, S.block_m)
     exists = row < LQ
     lo, hi, sees = load_intervals(INTERVALS + b * intervals_b, row, exists)
@@ -87,7 +86,7 @@ def rows_kernel(
         a_start = left * g_start + moment * (g_first - g_start)
         d_q = a_first[:, None] * k_first + a_start[:, None] * k_start
         if START_KEY_PARTS is not None:
-            part = head * blocks + block
+            part = head * tl.num_programs(0) + block
             column = tl.arange(0, S.dim_padded)
             total = tl.sum(a_start[:, None] * q.to(tl.float32), 0) * (scale * LN2)
             tl.store(START_KEY_PARTS + part * S.dim + column, total, mask=column < S.dim)
@@ -113,7 +112,7 @@ def rows_kernel(
             tl.store(END_GRADIENT + head * LQ + row, p_last * g_last, mask=exists)
     ROWS += head * LQ_PAD + row
     plane = HEADS.to(tl.int64) * LQ_PAD
-    tl.store(ROWS, reference)
+    tl.store(ROWS, reference + 2)
     tl.store(ROWS + plane, mean)
     tl.store(ROWS + 2 * plane, w_first)
     tl.store(ROWS + 3 * plane, a_first)
@@ -178,7 +177,7 @@ def gradients_of_tile(
     """From scores and products dO·v: the weights, dA times KAPPA, and, if LENGTH, dh of the segment before a node."""
     R: tl.constexpr = S.block_n // S.chains
     offset, _ = positions(S.block_n, S.chains)
-    x = s * scale - (reference + 2)[:, None]
+    x = s * scale - reference[:, None]
     if LENGTHS is not None:
         x = tl.where(x > CEILING, CEILING, x)  # a NaN stays
     if EDGE:
@@ -227,7 +226,7 @@ def gradients_of_tile(
 
 @triton.jit
 def nodes_block(
-    k, v, Q, OUT_GRADIENT, ROWS, INTERVALS, LENGTHS, QUERY_GRADIENT, DESCRIPTOR, first, block, head, plane,
+    k, v, Q, OUT_GRADIENT, ROWS, INTERVALS, LENGTHS, QUERY_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
     d_k, d_v, d_length, scale, LQ, LK, LQ_PAD, G_STRIDE: tl.constexpr,
     S: tl.constexpr, EDGE: tl.constexpr, FUSED: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
@@ -237,17 +236,17 @@ def nodes_block(
     lo, hi, exists = row, row, None
     if EDGE:
         lo, hi, exists = load_intervals(INTERVALS, row, row < LQ)
-    place = row.to(tl.int64) if S.wide else row
-    q = load_rows(Q, place, S.query_stride, exists, S.dim, S.dim_padded)
-    d_out = load_rows(OUT_GRADIENT, place, G_STRIDE, exists, S.value_dim, S.value_dim_padded)
-    reference, mean = tl.load(ROWS + row), tl.load(ROWS + plane + row)
+    index, begin = tl.arange(0, S.block_m), tl.cast(block, tl.int64) * S.block_m
+    q = load_rows(Q + begin * S.query_stride, index, S.query_stride, exists, S.dim, S.dim_padded)
+    d_out = load_rows(OUT_GRADIENT + begin * G_STRIDE, index, G_STRIDE, exists, S.value_dim, S.value_dim_padded)
+    reference, mean = tl.load(ROWS + begin + index), tl.load(ROWS + plane + begin + index)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     d_w = tl.dot(d_out, tl.trans(v), input_precision="ieee")
     w, d_s, of_lengths = gradients_of_tile(s, d_w, LENGTHS, first, lo, hi, reference, mean, scale, LK, S, EDGE, LENGTH)
     if FUSED:  # without what is added below: `rows_kernel` gave that to dQ
         d_q = tl.dot(d_s.to(k.dtype), k, input_precision="ieee")
         if DESCRIPTOR is not None:
-            DESCRIPTOR.atomic_add([(head * LQ_PAD).to(tl.int32) + block * S.block_m, 0], d_q)
+            DESCRIPTOR.atomic_add([row_of_head + block * S.block_m, 0], d_q)
         else:
             column = tl.arange(0, S.dim_padded)
             target = QUERY_GRADIENT + row.to(tl.int64)[:, None] * S.dim + column[None, :]
@@ -256,8 +255,10 @@ def nodes_block(
         # A node that stands in two columns gets what belongs to it as an end in the first of them.
         node = tl.where(position < S.block_n // S.chains - 1, first + offset, -2)[None, :]
         at_first, at_last = node == lo[:, None], node == hi[:, None] - 1
-        w_first, a_first = tl.load(ROWS + 2 * plane + row), tl.load(ROWS + 3 * plane + row) * KAPPA
-        w_last, a_last = tl.load(ROWS + 4 * plane + row), tl.load(ROWS + 5 * plane + row) * KAPPA
+        ENDS = ROWS + 2 * plane.to(tl.int64) + begin + index
+        w_first, a_first = tl.load(ENDS), tl.load(ENDS + plane) * KAPPA
+        ENDS += 2 * plane.to(tl.int64)
+        w_last, a_last = tl.load(ENDS), tl.load(ENDS + plane) * KAPPA
         w += tl.where(at_first, w_first[:, None], 0.0) + tl.where(at_last, w_last[:, None], 0.0)
         d_s += tl.where(at_first, a_first[:, None], 0.0) + tl.where(at_last, a_last[:, None], 0.0)
     d_s = d_s.to(k.dtype)
@@ -276,9 +277,9 @@ def nodes_kernel(
 ):  # fmt: skip
     """One program per tile of nodes, key/value head and batch element."""
     STEP: tl.constexpr = S.block_n - S.chains
-    tile = tl.program_id(0) % tiles
-    key_head = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = key_head // (HQ // S.group), key_head % (HQ // S.group)
+    tile = tl.program_id(0)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    key_head = b * tl.num_programs(1) + h
     first = tile * STEP
     offset, position = positions(S.block_n, S.chains)
     node = first + offset
@@ -302,22 +303,23 @@ def nodes_kernel(
     d_k = tl.zeros([S.block_n, S.dim_padded], tl.float32)
     d_v = tl.zeros([S.block_n, S.value_dim_padded], tl.float32)
     d_length = tl.zeros([S.block_n], tl.float32)
-    plane = HEADS.to(tl.int64) * LQ_PAD
+    plane = HEADS * LQ_PAD  # of one field of ROWS; all of them may pass 2³¹
     for member in tl.range(0, S.group, num_stages=1):
         q_h_here = h * S.group + member
         head = b * HQ + q_h_here
         OF_QUERY = Q + b * q_b + q_h_here * q_h
         OF_OUT = OUT_GRADIENT + b * g_b + q_h_here * g_h
         OF_ROWS, OF_GRADIENT = ROWS + head * LQ_PAD, QUERY_GRADIENT + head * LQ_PAD * S.dim
+        row_of_head = (head * LQ_PAD).to(tl.int32)
         for block in tl.range(full_from, full_to, num_stages=S.stages):
             d_k, d_v, d_length = nodes_block(
-                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, head, plane,
+                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
                 d_k, d_v, d_length, scale, LQ, LK, LQ_PAD, G_STRIDE, S, False, FUSED, LENGTH,
             )  # fmt: skip
         for i in tl.range(from_, to - (full_to - full_from), num_stages=1):
             block = tl.where(i < full_from, i, i + (full_to - full_from))
             d_k, d_v, d_length = nodes_block(
-                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, head, plane,
+                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
                 d_k, d_v, d_length, scale, LQ, LK, LQ_PAD, G_STRIDE, S, True, FUSED, LENGTH,
             )  # fmt: skip
 
@@ -345,10 +347,9 @@ def queries_kernel(
 ):  # fmt: skip
     """dQ alone, added up in a fixed order: one program per block of queries, head and batch element."""
     STEP: tl.constexpr = S.block_n - S.chains
-    blocks = tl.cdiv(LQ, S.block_m)
-    block = blocks - 1 - tl.program_id(0) % blocks
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head // HQ, head % HQ
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * HQ + h
     row = block * S.block_m + tl.arange(0, S.block_m)
     exists, place = row < LQ, row.to(tl.int64)
     lo, hi, sees = load_intervals(INTERVALS + b * intervals_b, row, exists)

@@ -29,17 +29,17 @@ def rows_of_group(Q, INTERVALS, q_h, LQ, S: tl.constexpr):
     return q, (lo, hi, sees), exists
 
 
-@triton.jit(do_not_specialize=["intervals_b", "lengths_b", "HKV", "LQ", "LK", "SPLITS", "tiles_per_split"])
+@triton.jit(do_not_specialize=["intervals_b", "lengths_b", "LQ", "LK", "tiles_per_split"])
 def split_kernel(
     Q, K, V, INTERVALS, LENGTHS, SUMS, SCALES,
-    q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, scale, HKV, LQ, LK, SPLITS, tiles_per_split,
+    q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, scale, LQ, LK, tiles_per_split,
     S: tl.constexpr,
 ):  # fmt: skip
     """One program per stretch of nodes, key/value head and batch element: m, z and the weighted sum of values."""
     STEP: tl.constexpr = S.block_n - S.chains
-    split = tl.program_id(0) % SPLITS
-    head = (tl.program_id(0) // SPLITS).to(tl.int64)
-    b, h = head // HKV, head % HKV
+    split = tl.program_id(0)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * tl.num_programs(1) + h
     q, seen, _ = rows_of_group(Q + b * q_b + h * S.group * q_h, INTERVALS + b * intervals_b, q_h, LQ, S)
     lo, hi, sees = seen
     if LENGTHS is not None:
@@ -64,22 +64,22 @@ def split_kernel(
         m, z, acc = attend_to_tile(q, nodes, seen, limits, first, scale, (m, z, acc), S, True, True)
 
     index = tl.arange(0, S.block_m)
-    part = (head * SPLITS + split) * S.block_m + index
+    part = (head * tl.num_programs(0) + split) * S.block_m + index
     column = tl.arange(0, S.value_dim_padded)
     tl.store(SUMS + part[:, None] * S.value_dim_padded + column[None, :], acc)
     tl.store(SCALES + part * 2, m)
     tl.store(SCALES + part * 2 + 1, z)
 
 
-@triton.jit(do_not_specialize=["intervals_b", "lengths_b", "ends_b", "HKV", "LQ", "LK", "SPLITS"])
+@triton.jit(do_not_specialize=["intervals_b", "lengths_b", "ends_b", "LQ", "LK", "SPLITS"])
 def merge_kernel(
     Q, K, V, INTERVALS, UNIT, START_KEY, START_VALUE, END_LENGTHS, SUMS, SCALES, OUT, LSE, REST, NORMALIZER,
-    q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, ends_b, scale, start_length, end_length, HKV, LQ, LK, SPLITS,
+    q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, ends_b, scale, start_length, end_length, LQ, LK, SPLITS,
     S: tl.constexpr, HAS_END: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head and batch element: the ends of the path, the stretches of it, and the result."""
-    head = tl.program_id(0).to(tl.int64)
-    b, h = head // HKV, head % HKV
+    h, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head = b * tl.num_programs(0) + h
     q, seen, exists = rows_of_group(Q + b * q_b + h * S.group * q_h, INTERVALS + b * intervals_b, q_h, LQ, S)
     index = tl.arange(0, S.block_m)
     if START_KEY is not None:

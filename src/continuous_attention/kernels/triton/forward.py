@@ -227,10 +227,8 @@ def forward_kernel(
     S: tl.constexpr, HAS_END: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One program per block of queries, head and batch element; the last queries, which may see most, come first."""
-    blocks = tl.cdiv(LQ, S.block_m)
-    block = blocks - 1 - tl.program_id(0) % blocks
-    head = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = head // HQ, head % HQ
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     offset = tl.arange(0, S.block_m)
     row = block * S.block_m + offset
     exists = row < LQ
@@ -258,7 +256,7 @@ def forward_kernel(
         outgrown = sees & ~(z < LIMIT)  # also where z is NaN
         if tl.max(outgrown.to(tl.int32), 0) > 0:
             m, z, acc = attend(q, nodes, ends, seen, scale, S, HAS_END, True, True)
-    first += head * LQ
+    first += (b * HQ + h) * LQ
     OUT, LSE = OUT + first * S.value_dim, LSE + first
     if REST is not None:
         REST += first * S.value_dim

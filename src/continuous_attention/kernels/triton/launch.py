@@ -73,7 +73,7 @@ def forward(
 
     def launch(config: Config) -> None:
         blocks = triton.cdiv(query_length, config.block_m)
-        forward_kernel[(batch * heads * blocks,)](
+        forward_kernel[(blocks, heads, batch)](
             *nodes, *ends, *results, *strides, _batch_stride(end_lengths), *numbers, heads, query_length, key_length,
             S=_shape(query, key, value, config), HAS_END=has_end,
             LIMIT=2.0**14 if query.dtype == torch.float16 else 2.0**40,
@@ -85,19 +85,19 @@ def forward(
         config = config._replace(block_m=rows)
         shape = _shape(query, key, value, config)._replace(chains=4 * config.warps)
         tiles = triton.cdiv(key_length, shape.block_n - shape.chains)
-        splits = min(triton.cdiv(key_length, NODES_PER_SPLIT), triton.cdiv(2 * _processors(query), batch * key_heads))
+        splits = min(triton.cdiv(key_length, NODES_PER_SPLIT), triton.cdiv(2 * processors(query), batch * key_heads))
         tiles_per_split = triton.cdiv(tiles, splits)
         splits = triton.cdiv(tiles, tiles_per_split)
         sums = lse.new_empty((batch * key_heads, splits, rows, shape.value_dim_padded))
         scales = lse.new_empty((batch * key_heads, splits, rows, 2))
-        grid, sizes = batch * key_heads, (key_heads, query_length, key_length, splits)
         options = {"num_warps": config.warps, **FUSION}
-        split_kernel[(grid * splits,)](
-            *nodes[:5], sums, scales, *strides, numbers[0], *sizes, tiles_per_split, S=shape, num_stages=config.stages,
+        split_kernel[(splits, key_heads, batch)](
+            *nodes[:5], sums, scales, *strides, numbers[0], query_length, key_length, tiles_per_split, S=shape, num_stages=config.stages,
             **options,
         )  # fmt: skip
-        merge_kernel[(grid,)](
-            *nodes[:4], unit, *ends, sums, scales, *results, *strides, _batch_stride(end_lengths), *numbers, *sizes,
+        merge_kernel[(key_heads, batch)](
+            *nodes[:4], unit, *ends, sums, scales, *results, *strides, _batch_stride(end_lengths), *numbers,
+            query_length, key_length, splits,
             S=shape, HAS_END=has_end, **options,
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ def backward(
             for size in (dim, value_dim)
         ]
         d_ends = normalizer.new_empty((batch, heads, query_length)) if of_ends else None
-        rows_kernel[(batch * heads * blocks,)](
+        rows_kernel[(blocks, heads, batch)](
             query, key, value, out, rest, normalizer, out_gradient, lse_gradient, intervals,
             start_key, start_value, end_lengths, table, d_query, *parts, d_ends,
             *strides, _batch_stride(intervals), _batch_stride(end_lengths), scale * LOG2E.value, start_length, end_length,
@@ -179,9 +179,9 @@ def backward(
         )  # fmt: skip
         joints = [normalizer.new_empty((batch, key_heads, tiles * shape.chains, 2, size)) for size in (dim, value_dim)]
         d_lengths = normalizer.new_zeros((batch, key_heads, key_length)) if of_lengths else None
-        nodes_kernel[(batch * key_heads * tiles,)](
+        nodes_kernel[(tiles, key_heads, batch)](
             query, key, value, out_gradient, table, intervals, lengths, schedule, *gradients[1:], *joints, d_lengths,
-            d_query, None if deterministic else _descriptor(d_query, shape), *strides, _batch_stride(intervals),
+            d_query, None if deterministic else add_by_tiles(d_query, shape.block_m, shape.dim_padded), *strides, _batch_stride(intervals),
             _batch_stride(lengths), scale * LOG2E.value, batch * heads, heads, query_length, key_length, rows, tiles,
             S=shape, FUSED=not deterministic, num_warps=config.warps, num_stages=config.stages, **FUSION,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def backward(
     def launch_queries(config: Config, table: Tensor, d_query: Tensor) -> None:
         rows = d_query.shape[2]
         blocks = triton.cdiv(query_length, config.block_m)
-        queries_kernel[(batch * heads * blocks,)](
+        queries_kernel[(blocks, heads, batch)](
             query, key, value, out_gradient, table, intervals, lengths, d_query, gradients[0],
             *strides, _batch_stride(intervals), _batch_stride(lengths), scale * LOG2E.value,
             batch * heads, heads, query_length, key_length, rows,
@@ -237,18 +237,19 @@ def _batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or len(x) == 1 else x.stride(0)
 
 
-def _descriptor(d_query: Tensor, shape: Shape) -> Any:
-    """For adding whole tiles to memory at once, where the device can do it."""
-    if INTERPRETED or torch.version.hip is not None or shape.dim % 4:
+def add_by_tiles(total: Tensor, block_m: int, dim_padded: int) -> Any:
+    """What adds whole tiles to the rows of a (…, D) tensor at once, where the device can; else None."""
+    if INTERPRETED or torch.version.hip is not None or total.shape[-1] % 4:
         return None
-    if torch.cuda.get_device_capability(d_query.device) < (9, 0):
+    if tuning.capability(total.device) < (9, 0):
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(d_query.flatten(0, 2), [shape.block_m, shape.dim_padded])
+    return TensorDescriptor.from_tensor(total.flatten(0, 2), [block_m, dim_padded])
 
 
-def _processors(x: Tensor) -> int:
+def processors(x: Tensor) -> int:
+    """How many programs run side by side, at least."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(x.device).multi_processor_count
 
 

@@ -75,7 +75,7 @@ def pin(key: Key, config: Config) -> None:
 def run(key: Key, device: torch.device, launch: Callable[[Config], T]) -> T:
     """Launch with the choice for this key, or with the largest below it that fits into the device's shared memory."""
     _used.add(key)
-    config = pinned.get(key) or default(key, _capability(device))
+    config = pinned.get(key) or default(key, capability(device))
     while True:
         try:
             return launch(config)
@@ -115,14 +115,15 @@ def tune(call: Callable[[], Any], repeats: int = 10) -> dict[Key, Config]:
     call()
     best: dict[Key, Config] = {}
     for key in sorted(_used):
-        at_first = pinned.get(key) or default(key, _capability(torch.device("cuda")))
+        at_first = pinned.get(key) or default(key, capability(torch.device("cuda")))
         times = {config: _time(call, key, config, repeats) for config in _candidates(key, at_first)}
         best[key] = pinned[key] = min(times, key=lambda config: times[config])
     return best
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    return (9, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
+def capability(device: torch.device) -> tuple[int, int]:
+    """The device's compute capability; in the interpreter, one that has everything."""
+    return (9, 0) if INTERPRETED else torch.cuda.get_devicecapability(device)
 
 
 def _smaller(config: Config) -> Config:
