@@ -1,3 +1,5 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# (Triton is a language of its own)
 """What the compiler makes of the GPU kernels: registers, spills and instructions per score, on a machine without a GPU.
 
     python benchmarks/gpu_code.py [--target 90] [--only forward]
@@ -64,7 +66,7 @@ def softmax_forward_kernel(
     q = tl.load(Q + row[:, None] * D + dim[None, :])
     m, z = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    for i in tl.range(0, LENGTH // BLOCK_N, num_stages=STAGES):
+    for i in tl.range(0, LENGTH // BLOCK_N, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         place = (i * BLOCK_N + column)[:, None] * D + dim[None, :]
         s = tl.dot(q, tl.trans(tl.load(K + place)))
         rise = tl.maximum(m, tl.max(s, 1) * scale)
@@ -86,7 +88,7 @@ def softmax_backward_kernel(
     here = column[:, None] * D + dim[None, :]
     k, v = tl.load(K + here), tl.load(V + here)
     d_k, d_v = tl.zeros([BLOCK_N, D], tl.float32), tl.zeros([BLOCK_N, D], tl.float32)
-    for i in tl.range(0, LENGTH // BLOCK_M, num_stages=STAGES):
+    for i in tl.range(0, LENGTH // BLOCK_M, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
         row = i * BLOCK_M + tl.arange(0, BLOCK_M)
         place = row[:, None] * D + dim[None, :]
         q, d_out = tl.load(Q + place), tl.load(OUT_GRADIENT + place)
@@ -106,14 +108,15 @@ def softmax_backward_kernel(
 def softmax(dim: int, dtype: torch.dtype, *, backward: bool) -> None:
     """Launch a plain softmax kernel with the blocks of ours."""
     config = tuning.default(
-        tuning.key_of("nodes" if backward else "forward", dim, dim, dtype, LENGTH), tuning.capability(torch.device("cpu"))
+        tuning.key_of("nodes" if backward else "forward", dim, dim, dtype, LENGTH),
+        tuning.capability(torch.device("cpu")),
     )
     q, row = torch.empty(LENGTH, dim, dtype=dtype), torch.empty(LENGTH)
     sizes = {"D": dim, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages}
     options = {"num_warps": config.warps, "num_stages": config.stages, **launch.FUSION}
     if backward:
         total = torch.empty(1, 1, LENGTH, dim)
-        descriptor = launch.add_by_tiles(total, config.block_m, dim)
+        descriptor = launch.add_by_tiles(total, config.block_m, dim) if launch.adds_tiles(total) else None
         softmax_backward_kernel[(1,)](
             q, q, q, q, row, row, total, total, descriptor, LOG2E.value, LENGTH, **sizes, **options
         )
@@ -160,9 +163,15 @@ def ours(
 CASES: dict[str, tuple[str, Callable[[], None]]] = {}
 for _dim in (64, 128, 256):
     CASES |= {
-        f"softmax forward, D {_dim}": ("softmax_forward_kernel", partial(softmax, _dim, torch.bfloat16, backward=False)),
+        f"softmax forward, D {_dim}": (
+            "softmax_forward_kernel",
+            partial(softmax, _dim, torch.bfloat16, backward=False),
+        ),
         f"forward, D {_dim}": ("forward_kernel", partial(ours, _dim, torch.bfloat16)),
-        f"softmax backward, D {_dim}": ("softmax_backward_kernel", partial(softmax, _dim, torch.bfloat16, backward=True)),
+        f"softmax backward, D {_dim}": (
+            "softmax_backward_kernel",
+            partial(softmax, _dim, torch.bfloat16, backward=True),
+        ),
         f"backward, D {_dim}": ("nodes_kernel", partial(ours, _dim, torch.bfloat16, backward=True)),
         f"deterministic backward dK dV, D {_dim}": (
             "nodes_kernel",
@@ -197,11 +206,10 @@ def compile_for(target: int, kernel_name: str, call: Callable[[], None]) -> tupl
         if kernel.fn.__name__ == kernel_name:
             caught.append((kernel, args, kwargs))
 
-    device = {"capability": lambda device: (target // 10, target % 10)}
     with (
         mock.patch.object(triton.JITFunction, "run", catch),
-        mock.patch.multiple(tuning, **device),
-        mock.patch.object(launch, "processors", lambda x: 132),
+        mock.patch.object(tuning, "capability", return_value=(target // 10, target % 10)),
+        mock.patch.object(launch, "processors", return_value=132),
     ):
         call()
     kernel, args, kwargs = caught[0]
@@ -221,7 +229,9 @@ def compile_for(target: int, kernel_name: str, call: Callable[[], None]) -> tupl
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     shape = constants.get("S")
-    sizes = (shape.block_m, shape.block_n - shape.chains) if shape else (constants["BLOCK_M"], constants.get("BLOCK_N", 1))
+    sizes = (
+        (shape.block_m, shape.block_n - shape.chains) if shape else (constants["BLOCK_M"], constants.get("BLOCK_N", 1))
+    )
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options), math.prod(sizes)
 
 

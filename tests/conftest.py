@@ -1,4 +1,11 @@
-"""Shared set-up of all tests: one thread per worker, fixed seeds, reproducible hypothesis examples."""
+"""Shared set-up of all tests: one thread per worker, fixed seeds, reproducible hypothesis examples.
+
+Triton decides when it is imported whether it compiles kernels or interprets them; the tests have no GPU and interpret.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch

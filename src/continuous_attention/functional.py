@@ -512,9 +512,7 @@ def _resolve(
     )
 
 
-def _choose_kernels(
-    backend: str | None, query: Tensor, value: Tensor, rule: str, softcap: float | None
-) -> str | None:
+def _choose_kernels(backend: str | None, query: Tensor, value: Tensor, rule: str, softcap: float | None) -> str | None:
     """Which fused kernels run, as far as it doesn't depend on what is visible.
 
     Raises:
@@ -560,11 +558,11 @@ def _obstacle_on_cpu(query: Tensor) -> str | None:
 
 
 def _obstacle_on_gpu(query: Tensor) -> str | None:
-    if triton.obstacle():
-        return f"isn't there: {triton.obstacle()}"
+    if triton.reason:
+        return f"isn't there: {triton.reason}"
     if query.is_cuda:
-        return triton.obstacle_of_device(query.device)
-    if query.is_cpu and not triton.interpreted():
+        return triton.obstacle_of(query.device)
+    if query.is_cpu and not triton.interpreted:
         return (
             "needs tensors on a GPU, got them on the CPU; the environment variable TRITON_INTERPRET=1 runs it there, "
             "slowly, for tests"

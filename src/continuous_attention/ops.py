@@ -180,8 +180,8 @@ def _on_cpu() -> Any:
 
 
 def _on_gpu() -> Any:
-    if triton.obstacle():
-        raise NotImplementedError(f"the GPU kernels are missing: {triton.obstacle()}")
+    if triton.reason:
+        raise NotImplementedError(f"the GPU kernels are missing: {triton.reason}")
     return triton.load()
 
 

@@ -2,18 +2,20 @@
 
 With g_i = dO·v_i − dO·o + dlse, and weights w, M relative to e^lse (docs/math.md §6):
 
-    y_i = M_i (g_i − g_{i−1})      dA_i = w_i g_i − y_i + y_{i+1}      dV = Wᵀ dO      dK = scale · dAᵀ Q      dQ = scale · dA K
+    y_i = M_i (g_i − g_{i−1})      dA_i = w_i g_i − y_i + y_{i+1}
+    dV = Wᵀ dO      dK = scale · dAᵀ Q      dQ = scale · dA K
 
-Three kernels run, one after the other:
+Three or four kernels run, one after the other:
 
-1. `rows_kernel`: for each query what stands apart from the tiles: the reference lse, dO·o − dlse, and all that the start
-   node and the held ends give, in sums that belong to one program each.
+1. `rows_kernel`: for each query what stands apart from the tiles: the reference lse, dO·o − dlse, and all that the
+   start node and the held ends give, in sums that belong to one program each.
 2. `schedule_kernel`: for each tile of nodes, which blocks of queries see it.
-3. `nodes_kernel`: a program owns a tile of nodes of a key/value head, and walks over these blocks. It adds to dQ, which
-   others do too, in no fixed order; or, if the order has to be fixed, leaves dQ to `queries_kernel`.
+3. `nodes_kernel`: a program owns a tile of nodes of a key/value head, and walks over these blocks. It adds to dQ, as
+   other programs do, in no fixed order; or, if the order has to be fixed, it leaves dQ to
+4. `queries_kernel`, where a program owns a block of queries.
 
-The nodes at the ends of chains (chains.py) stand in two columns, so in two rows of a tile's dK and dV; these go to a
-scratch of 8 rows per tile, where `gradients` adds them up.
+The nodes at the ends of chains (chains.py) stand in two columns, so in two rows of a tile's dK and dV; these rows go to
+a scratch of 8 per tile, and launch.py adds them up.
 
 dA comes out times `KAPPA`, which saves a multiplication per score. Shape legend: as in forward.py; LQ_PAD is LQ rounded
 up to whole blocks.
@@ -35,7 +37,7 @@ from continuous_attention.kernels.triton.rows import (
     start_of_path,
     store_rows,
 )
-from continuous_attention.kernels.triton.segment import LN2, LOG2E, all_moments, exp2, few_moments
+from continuous_attention.kernels.triton.segment import LN2, all_moments, exp2, few_moments
 
 KAPPA = tl.constexpr(LN2.value**2 / 4)
 CEILING = tl.constexpr(100.0)  # of the scores of nodes without length, which may lie anywhere above lse
@@ -227,7 +229,7 @@ def gradients_of_tile(
 @triton.jit
 def nodes_block(
     k, v, Q, OUT_GRADIENT, ROWS, INTERVALS, LENGTHS, QUERY_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
-    d_k, d_v, d_length, scale, LQ, LK, LQ_PAD, G_STRIDE: tl.constexpr,
+    d_k, d_v, d_length, scale, LQ, LK, G_STRIDE: tl.constexpr,
     S: tl.constexpr, EDGE: tl.constexpr, FUSED: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries gives to a tile of nodes, and the tile to it."""
@@ -313,14 +315,14 @@ def nodes_kernel(
         row_of_head = (head * LQ_PAD).to(tl.int32)
         for block in tl.range(full_from, full_to, num_stages=S.stages):
             d_k, d_v, d_length = nodes_block(
-                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
-                d_k, d_v, d_length, scale, LQ, LK, LQ_PAD, G_STRIDE, S, False, FUSED, LENGTH,
+                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head,
+                plane, d_k, d_v, d_length, scale, LQ, LK, G_STRIDE, S, False, FUSED, LENGTH,
             )  # fmt: skip
         for i in tl.range(from_, to - (full_to - full_from), num_stages=1):
             block = tl.where(i < full_from, i, i + (full_to - full_from))
             d_k, d_v, d_length = nodes_block(
-                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
-                d_k, d_v, d_length, scale, LQ, LK, LQ_PAD, G_STRIDE, S, True, FUSED, LENGTH,
+                k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head,
+                plane, d_k, d_v, d_length, scale, LQ, LK, G_STRIDE, S, True, FUSED, LENGTH,
             )  # fmt: skip
 
     d_k *= scale * LN2 / KAPPA

@@ -4,8 +4,8 @@ All queries of a key/value head, those of its whole group, are rows of one tile,
 program walks over some tiles of nodes; the tiles of neighbours share one node, as tiles always do, so each segment
 belongs to one program. `merge_kernel` adds what lies before the first visible node and after the last one.
 
-Warps lie along the nodes, so the chains (chains.py) are four per warp. Shape legend: as in forward.py; SPLITS programs per
-key/value head.
+Warps lie along the nodes, so there are four chains (chains.py) per warp. Shape legend: as in forward.py; SPLITS
+programs per key/value head.
 """
 
 import triton

@@ -1,3 +1,5 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# (a kernel takes a grid in brackets, and numbers where it is declared to take constants)
 """From tensors to launches: what ops.py calls.
 
 Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes, D and Dv head dims.
@@ -75,7 +77,7 @@ def forward(
         blocks = triton.cdiv(query_length, config.block_m)
         forward_kernel[(blocks, heads, batch)](
             *nodes, *ends, *results, *strides, _batch_stride(end_lengths), *numbers, heads, query_length, key_length,
-            S=_shape(query, key, value, config), HAS_END=has_end,
+            S=shape_of(query, key, value, config), HAS_END=has_end,
             LIMIT=2.0**14 if query.dtype == torch.float16 else 2.0**40,
             num_warps=config.warps, num_stages=config.stages, **FUSION,
         )  # fmt: skip
@@ -83,7 +85,7 @@ def forward(
     def launch_splits(config: Config) -> None:
         rows = max(16, triton.next_power_of_2(group * query_length))
         config = config._replace(block_m=rows)
-        shape = _shape(query, key, value, config)._replace(chains=4 * config.warps)
+        shape = shape_of(query, key, value, config)._replace(chains=4 * config.warps)
         tiles = triton.cdiv(key_length, shape.block_n - shape.chains)
         splits = min(triton.cdiv(key_length, NODES_PER_SPLIT), triton.cdiv(2 * processors(query), batch * key_heads))
         tiles_per_split = triton.cdiv(tiles, splits)
@@ -92,8 +94,8 @@ def forward(
         scales = lse.new_empty((batch * key_heads, splits, rows, 2))
         options = {"num_warps": config.warps, **FUSION}
         split_kernel[(splits, key_heads, batch)](
-            *nodes[:5], sums, scales, *strides, numbers[0], query_length, key_length, tiles_per_split, S=shape, num_stages=config.stages,
-            **options,
+            *nodes[:5], sums, scales, *strides, numbers[0], query_length, key_length, tiles_per_split,
+            S=shape, num_stages=config.stages, **options,
         )  # fmt: skip
         merge_kernel[(key_heads, batch)](
             *nodes[:4], unit, *ends, sums, scales, *results, *strides, _batch_stride(end_lengths), *numbers,
@@ -138,7 +140,7 @@ def backward(
         given = (True, query), (True, key), (True, value), (of_lengths, lengths)
         given = *given, (of_start, start_key), (of_start, start_value), (of_ends, end_lengths)
         return tuple(x.new_zeros(x.shape) if wanted and x is not None else None for wanted, x in given)
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    fused = adds_tiles(query) and not torch.are_deterministic_algorithms_enabled()
     strides = *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out_gradient.stride()[:3]
 
     choices = {
@@ -146,7 +148,7 @@ def backward(
     }
     gradients = [x.new_empty(x.shape) for x in (query, key, value)]
 
-    def launch_rows(config: Config, rows: int) -> tuple[Tensor | None, ...]:
+    def launch_rows(config: Config, rows: int) -> tuple[Any, ...]:
         """What stands apart from the tiles, with room for so many rows per head."""
         config = config._replace(block_m=min(config.block_m, rows))
         blocks = rows // config.block_m
@@ -160,15 +162,15 @@ def backward(
         rows_kernel[(blocks, heads, batch)](
             query, key, value, out, rest, normalizer, out_gradient, lse_gradient, intervals,
             start_key, start_value, end_lengths, table, d_query, *parts, d_ends,
-            *strides, _batch_stride(intervals), _batch_stride(end_lengths), scale * LOG2E.value, start_length, end_length,
-            batch * heads, heads, query_length, rows,
-            S=_shape(query, key, value, config), HAS_END=end_lengths is not None or end_length > 0,
+            *strides, _batch_stride(intervals), _batch_stride(end_lengths),
+            scale * LOG2E.value, start_length, end_length, batch * heads, heads, query_length, rows,
+            S=shape_of(query, key, value, config), HAS_END=end_lengths is not None or end_length > 0,
             num_warps=config.warps, **FUSION,
         )  # fmt: skip
         return table, d_query, *(None if x is None else x.sum(2) for x in parts), d_ends
 
-    def launch_nodes(config: Config) -> tuple[Tensor | None, ...]:
-        shape = _shape(query, key, value, config)
+    def launch_nodes(config: Config) -> tuple[Any, ...]:
+        shape = shape_of(query, key, value, config)
         step = shape.block_n - shape.chains
         tiles, rows = triton.cdiv(key_length, step), triton.cdiv(query_length, shape.block_m) * shape.block_m
         table, d_query, *ends = tuning.run(choices["rows"], query.device, lambda x: launch_rows(x, rows))
@@ -181,9 +183,10 @@ def backward(
         d_lengths = normalizer.new_zeros((batch, key_heads, key_length)) if of_lengths else None
         nodes_kernel[(tiles, key_heads, batch)](
             query, key, value, out_gradient, table, intervals, lengths, schedule, *gradients[1:], *joints, d_lengths,
-            d_query, None if deterministic else add_by_tiles(d_query, shape.block_m, shape.dim_padded), *strides, _batch_stride(intervals),
-            _batch_stride(lengths), scale * LOG2E.value, batch * heads, heads, query_length, key_length, rows, tiles,
-            S=shape, FUSED=not deterministic, num_warps=config.warps, num_stages=config.stages, **FUSION,
+            d_query, add_by_tiles(d_query, shape.block_m, shape.dim_padded) if fused else None,
+            *strides, _batch_stride(intervals), _batch_stride(lengths), scale * LOG2E.value,
+            batch * heads, heads, query_length, key_length, rows, tiles,
+            S=shape, FUSED=fused, num_warps=config.warps, num_stages=config.stages, **FUSION,
         )  # fmt: skip
         for gradient, joint in zip(gradients[1:], joints, strict=True):
             at_joints = gradient[:, :, :: shape.block_n // shape.chains - 1]
@@ -198,20 +201,20 @@ def backward(
             query, key, value, out_gradient, table, intervals, lengths, d_query, gradients[0],
             *strides, _batch_stride(intervals), _batch_stride(lengths), scale * LOG2E.value,
             batch * heads, heads, query_length, key_length, rows,
-            S=_shape(query, key, value, config), num_warps=config.warps, num_stages=config.stages, **FUSION,
+            S=shape_of(query, key, value, config), num_warps=config.warps, num_stages=config.stages, **FUSION,
         )  # fmt: skip
 
     with _on_device(query):
         table, d_query, d_lengths, *ends = tuning.run(choices["nodes"], query.device, launch_nodes)
-        assert table is not None and d_query is not None
-        if deterministic:
-            tuning.run(choices["queries"], query.device, lambda config: launch_queries(config, table, d_query))
-        else:
+        if fused:
             torch.mul(d_query[:, :, :query_length], scale / KAPPA.value, out=gradients[0])
+        else:
+            tuning.run(choices["queries"], query.device, lambda config: launch_queries(config, table, d_query))
     return *gradients, d_lengths, *ends
 
 
-def _shape(query: Tensor, key: Tensor, value: Tensor, config: Config) -> Shape:
+def shape_of(query: Tensor, key: Tensor, value: Tensor, config: Config) -> Shape:
+    """What a call's kernels are compiled for: nothing of it depends on how many queries and nodes there are."""
     dim, value_dim = query.shape[3], value.shape[3]
     offsets = [x.shape[2] * x.stride(2) for x in (query, key, value)]
     return Shape(
@@ -237,11 +240,16 @@ def _batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or len(x) == 1 else x.stride(0)
 
 
+def adds_tiles(query: Tensor) -> bool:
+    """Whether the device adds whole tiles to memory at once; elsewhere two kernels take less time than one."""
+    if INTERPRETED:
+        return True
+    return torch.version.hip is None and query.shape[3] % 4 == 0 and tuning.capability(query.device) >= (9, 0)
+
+
 def add_by_tiles(total: Tensor, block_m: int, dim_padded: int) -> Any:
-    """What adds whole tiles to the rows of a (…, D) tensor at once, where the device can; else None."""
-    if INTERPRETED or torch.version.hip is not None or total.shape[-1] % 4:
-        return None
-    if tuning.capability(total.device) < (9, 0):
+    """What adds whole tiles to the rows of (…, D); None in the interpreter, where a kernel adds number by number."""
+    if INTERPRETED:
         return None
     from triton.tools.tensor_descriptor import TensorDescriptor
 

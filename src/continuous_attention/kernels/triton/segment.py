@@ -1,6 +1,6 @@
 """The integrals over one segment of the path, in base 2, as helpers of the kernels (docs/math.md §12 and §13).
 
-`rise` is d = x1 − x0 along the segment in units of ln 2; p0 = 2^x0 and p1 = 2^x1 belong to its two nodes. Near d = 0 the
+`rise` is d = x1 − x0 along the segment in units of ln 2; p0 = 2^x0 and p1 = 2^x1 belong to its nodes. Near d = 0 the
 quotients cancel, so small slopes have a branch of their own. `few_…` are for half-precision inputs, whose weights are
 rounded to that precision anyway, and `all_…` keep all digits of float32.
 

@@ -1,7 +1,7 @@
 """How kernels are cut into blocks: a default for every device, and ways to change it.
 
-A choice is for a `Key`: a kernel, the power of two that holds both head dims, a dtype, and a coarse class of lengths, so
-that there is no more to compile or to measure when a length changes by one. What was pinned comes first, then the
+A choice is for a `Key`: a kernel, the power of two that holds both head dims, a dtype, and a coarse class of lengths;
+so there is nothing new to compile or to measure when a length changes by one. What was pinned comes first, then the
 default for the device, which gets smaller as long as the device's shared memory asks for it. `tune` measures:
 
     from continuous_attention.kernels.triton import tuning
@@ -86,8 +86,10 @@ def run(key: Key, device: torch.device, launch: Callable[[Config], T]) -> T:
 
 
 def default(key: Key, capability: tuple[int, int]) -> Config:
-    """A choice that fits the kinds of devices it was made for: sm_80, sm_90 and sm_100 with at least 160 KB."""
-    wide, hopper = key.dim > 128, capability[0] >= 9
+    """The choice for sm_80 or for sm_90 and above: of those compiled and counted, with the least code per score."""
+    if INTERPRETED:  # where small tiles have many borders
+        return Config(32, 16, 2 if key.kernel == "split" else 4, 1)
+    wide, narrow, hopper = key.dim > 128, key.dim <= 64, capability >= (9, 0)
     if key.kernel == "rows":
         return Config(32, 16, 4, 1)
     if key.kernel == "split":
@@ -95,10 +97,16 @@ def default(key: Key, capability: tuple[int, int]) -> Config:
     if key.dtype == "float32":  # no matrix cores: the products bind, and registers are short
         return Config(32, 32, 4, 1) if wide else Config(64, 32, 4, 1)
     if key.kernel == "forward":
-        return Config(128, 128 if hopper and not wide else 64, 8, 2)
+        if hopper:
+            return Config(128, 64 if wide else 128, 8, 2)
+        return Config(64, 16, 4, 2) if wide else Config(128, 64 if narrow else 32, 8, 2)
     if key.kernel == "queries":
-        return Config(128 if not wide else 64, 64 if not wide else 32, 8, 1 if key.dim > 64 else 2)
-    return Config(128, 64, 8, 2 if key.dim <= 64 else 1) if hopper and not wide else Config(64, 32, 4, 1)
+        if wide:
+            return Config(64, 32, 8, 1)
+        return Config(128, 64 if hopper else 32, 8, 2 if narrow or not hopper else 1)
+    if hopper and not wide:
+        return Config(128, 64, 8, 2 if narrow else 1)
+    return Config(64, 32, 4, 1)
 
 
 def tune(call: Callable[[], Any], repeats: int = 10) -> dict[Key, Config]:
@@ -123,7 +131,7 @@ def tune(call: Callable[[], Any], repeats: int = 10) -> dict[Key, Config]:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The device's compute capability; in the interpreter, one that has everything."""
-    return (9, 0) if INTERPRETED else torch.cuda.get_devicecapability(device)
+    return (9, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
 
 
 def _smaller(config: Config) -> Config:
