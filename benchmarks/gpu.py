@@ -412,7 +412,7 @@ def run_all(found: list[Job], sizes: Sizes) -> dict[str, float]:
     if sizes.device == "cpu":
         return {str(job): check(job, sizes) for job in found}
     to_compile = [
-        (dtype, dim, 1024, True, backward) for dtype in sizes.dtypes for dim in sizes.dims for backward in (0, 1)
+        (dtype, dim, 1024, True, backward) for dtype in sizes.dtypes for dim in sizes.dims for backward in (False, True)
     ]
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         compiling = [pool.submit(square, sizes, *cell) for cell in to_compile]
@@ -466,7 +466,7 @@ def main() -> None:
     taken = memory(sizes)
     for length, megabytes, per_node in taken:
         print(
-            f"memory, 16 heads, D 128, {length} nodes: {megabytes:.0f} MB beyond inputs and results, {per_node:.0f} bytes per node"
+            f"memory beyond inputs and results, D 128, 16 heads, {length} nodes: {megabytes:.0f} MB, {per_node:.0f} B a node"
         )
     if options.json:
         options.json.write_text(

@@ -216,7 +216,22 @@ NOT_POSSIBLE: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"attn_mask": (torch.arange(L) < torch.tensor([[[3]], [[4]], [[4]], [[4]]])), "backend": "cpu"},
         ["backend='cpu'", "attn_mask", "differs between heads"],
     ),
-    "backend triton": ({"backend": "triton"}, ["backend='triton'", "'reference'"]),
+    "triton with float64": (
+        {"query": q().double(), "key": k().double(), "value": v().double(), "backend": "triton"},
+        ["backend='triton'", "float32, bfloat16, float16", "float64"],
+    ),
+    "triton with a quadrature": (
+        {"rule": "trapezoid", "backend": "triton"},
+        ["backend='triton'", "'exact'", "'trapezoid'"],
+    ),
+    "triton with a large D": (
+        {"query": q(B, HQ, L, 257), "key": k(B, HKV, L, 257), "backend": "triton"},
+        ["backend='triton'", "1 to 256", "257 and 6"],
+    ),
+    "triton with gaps": (
+        {"attn_mask": torch.tensor([True, False, True, True, True]), "backend": "triton"},
+        ["backend='triton'", "attn_mask", "gaps", "'reference'"],
+    ),
 }
 
 
@@ -245,8 +260,9 @@ def test_the_call_that_the_wrong_ones_differ_from_works() -> None:
 
 
 def test_a_named_backend_is_refused_even_for_nothing() -> None:
+    nothing = q(0, HQ, L, D), k(0, HKV, L, D), v(0, HKV, L, DV)
     with pytest.raises(NotImplementedError, match="backend='triton'"):
-        continuous_attention(q(0, HQ, L, D), k(0, HKV, L, D), v(0, HKV, L, DV), enable_gqa=True, backend="triton")
+        continuous_attention(*nothing, enable_gqa=True, rule="taylor", backend="triton")
 
 
 @pytest.mark.parametrize("hidden", [NAN, INF, -INF])

@@ -76,7 +76,7 @@ def operator_inputs(*, everything: bool) -> tuple[Any, ...]:
         shapes = (1, L), (HKV, D), (HKV, DV), (B, L)
         others = tuple(torch.rand(shape).requires_grad_() for shape in shapes)
     dtype = torch.bfloat16 if everything else torch.float32
-    return *inputs(dtype), intervals, *others, 0.3, 1.0, 0.5, True
+    return *inputs(dtype), intervals, *others, 0.3, 1.0, 0.5, "cpu", True
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["least", "everything"])

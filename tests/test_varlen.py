@@ -253,7 +253,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ["boundary[0]", "(2, 8)", "(4, 8)"],
     ),
     "unknown rule": ({"rule": "simpson"}, ValueError, ["rule", "'simpson'", "'exact'"]),
-    "backend triton": ({"backend": "triton"}, NotImplementedError, ["backend='triton'", "'reference'"]),
+    "triton with a quadrature": (
+        {"backend": "triton", "rule": "taylor"},
+        NotImplementedError,
+        ["backend='triton'", "'reference'"],
+    ),
 }
 
 

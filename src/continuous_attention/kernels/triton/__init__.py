@@ -23,10 +23,9 @@ def load() -> ModuleType:
     return launch
 
 
-@torch.compiler.assume_constant_result
 def obstacle_of(device: torch.device) -> str | None:
-    """Why they can't run on a GPU."""
-    if torch.version.hip is not None:
+    """Why they can't run on a GPU; a compiler isn't told."""
+    if torch.version.hip is not None or torch.compiler.is_compiling():
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability >= LEAST_CAPABILITY:

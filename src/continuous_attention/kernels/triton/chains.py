@@ -6,11 +6,11 @@ in which the rows of keys are loaded. In the accumulator of a matrix product, co
 
     j = 2 (C g + c) + b        c = 0 … C − 1, b = 0 or 1
 
-belongs to the thread c of C, for every g. C is 4 where warps are stacked along the queries, and 4 times the warps where
-they lie along the nodes. So the node `first + c (R − 1) + r` is loaded into the column with r = 2 g + b, where
-R = BLOCK_N / C columns belong to a thread: every thread has a **chain** of R consecutive nodes. A chain's last node is also the next
-one's first: it stands in two columns, and each holds the share from its own side. A tile of BLOCK_N columns has
-BLOCK_N − C segments, each within one thread, and so many nodes further the next tile begins.
+belongs to the thread c of C, for every g. C is 4 where warps are stacked along the queries, and 4 times the warps
+where they lie along the nodes. R = BLOCK_N / C columns belong to a thread, r = 2 g + b counting them. The node
+`first + c (R − 1) + r` is loaded there, so every thread has a **chain** of R consecutive nodes. A chain's last node is
+also the next one's first: it stands in two columns, and each holds the share from its own side. A tile of BLOCK_N
+columns has BLOCK_N − C segments, each within one thread, and so many nodes further the next tile begins.
 
 `split` gives the tile as R planes, plane r being position r of all chains; in registers it moves nothing. `join` undoes
 it. Right under any layout, they are fast under this one.

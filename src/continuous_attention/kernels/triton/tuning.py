@@ -101,9 +101,9 @@ def default(key: Key, capability: tuple[int, int]) -> Config:
             return Config(128, 64 if wide else 128, 8, 2)
         return Config(64, 16, 4, 2) if wide else Config(128, 64 if narrow else 32, 8, 2)
     if key.kernel == "queries":
-        if wide:
-            return Config(64, 32, 8, 1)
-        return Config(128, 64 if hopper else 32, 8, 2 if narrow or not hopper else 1)
+        if hopper:
+            return Config(128, 64, 8, 2 if narrow else 1)
+        return Config(64, 32, 8, 1) if wide else Config(128, 32, 8, 2)
     if hopper and not wide:
         return Config(128, 64, 8, 2 if narrow else 1)
     return Config(64, 32, 4, 1)
