@@ -81,10 +81,25 @@ def assert_within_budget(
     function: Callable[..., Any] = continuous_attention,
 ) -> None:
     """Hold a back end against float64, on inputs that `dtype` represents."""
-    leaves = {name: x if "times" in name else x.detach().to(dtype).double() for name, x in leaves.items()}
+    leaves = represented(leaves, dtype)
+    assert_near(evaluate(leaves, how, backend, dtype, function), leaves, how, dtype, function)
+
+
+def represented(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The leaves in float64, rounded to what `dtype` represents; times stay as they are."""
+    return {name: x if "times" in name else x.detach().to(dtype).double() for name, x in leaves.items()}
+
+
+def assert_near(
+    actual: dict[str, Tensor],
+    leaves: dict[str, Tensor],
+    how: dict[str, Any],
+    dtype: torch.dtype,
+    function: Callable[..., Any] = continuous_attention,
+) -> None:
+    """Hold what something computed in `dtype` from represented leaves, as `evaluate` gives it, against float64."""
     exact = evaluate(leaves, how, "reference", torch.float64, function)
     plain = evaluate(leaves, how, "reference", dtype, function)
-    actual = evaluate(leaves, how, backend, dtype, function)
     for name, wanted in exact.items():
         got, limit = actual[name], FACTORS.get(name, FACTOR_OF_GRADIENTS) * _error(plain[name], wanted)
         limit += _rounding(name, exact, leaves, how, torch.finfo(dtype).eps)

@@ -1,7 +1,7 @@
 """Processes that stand in for the machines of a cluster: gloo ranks that run one function after another.
 
-A `Ranks` starts its processes once. `run` calls a function, which spawned processes must be able to import, in every
-process of a subgroup, with the group first, and returns what each of them returned or raises what one of them raised.
+A `Ranks` starts its processes once. `run` calls a function, which other processes must be able to import, in every
+process of a group, with the group first, and returns what each of them returned or raises what all of them raised.
 """
 
 import multiprocessing as mp
@@ -16,43 +16,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from continuous_attention.context_parallel import context_parallel_attention
+from continuous_attention import context_parallel_attention, shard_sequence, unshard_sequence
 
 TIMEOUT = 60  # seconds
+# Of 2, 3 and 4 processes; numbers in the group aren't always those in the world.
+GROUPS = ((1, 3), (0, 2, 3), (0, 1, 2, 3))
 
 
 class Ranks:
     """Gloo ranks on this machine, to be closed."""
 
-    def __init__(self, count: int, folder: Path, groups: list[list[int]]) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, count: int, folder: Path) -> None:
+        context = mp.get_context("forkserver")
+        # Imported once, not in every process; torch imports the second one when it first goes backward.
+        context.set_forkserver_preload([__name__, "torch.fx.experimental.symbolic_shapes"])
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(count):
             here, there = context.Pipe()
-            arguments = (rank, count, str(folder / "store"), groups, there)
+            arguments = (rank, count, str(folder / "store"), there)
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
             self.processes[-1].start()
             self.connections.append(here)
 
-    def run(self, ranks: list[int], function: Callable[..., Any], *each: list[Any] | Any) -> list[Any]:
-        """What `function(group, *arguments)` returned on these ranks, an argument that is a list having one per rank.
-
-        An error that all of them raise is raised; anything else that goes wrong is an AssertionError.
-        """
-        for i, rank in enumerate(ranks):
+    def run(self, size: int, function: Callable[..., Any], *each: list[Any] | Any) -> list[Any]:
+        """What `function(group, *arguments)` returned in the group of that size; a list has an argument per rank."""
+        members = GROUPS[size - 2]
+        for i, rank in enumerate(members):
             arguments = [x[i] if isinstance(x, list) else x for x in each]
-            self.connections[rank].send((ranks, function, arguments))
+            self.connections[rank].send((members, function, arguments))
         answers = []
-        for rank in ranks:
+        for rank in members:
             assert self.connections[rank].poll(TIMEOUT), f"rank {rank} doesn't answer to {function.__name__}"
             answers.append(self.connections[rank].recv())
-        errors = [x for x in answers if isinstance(x, tuple)]
+        errors = [answer for raised, answer in answers if raised]
         if not errors:
-            return [x["result"] for x in answers]
+            return [answer for _, answer in answers]
         texts = "\n".join(text for _, text in errors)
-        assert len(errors) == len(ranks), f"{len(errors)} of {len(ranks)} ranks raised:\n{texts}"
-        assert len({str(error) for error, _ in errors}) == 1, f"ranks raised different errors:\n{texts}"
+        assert len(errors) == len(members), f"{len(errors)} of {len(members)} ranks raised:\n{texts}"
+        assert len({(type(error), str(error)) for error, _ in errors}) == 1, f"ranks raised different errors:\n{texts}"
         raise errors[0][0]
 
     def close(self) -> None:
@@ -65,17 +67,18 @@ class Ranks:
                 process.join()
 
 
-def _serve(rank: int, count: int, store: str, groups: list[list[int]], connection: Connection) -> None:
+def _serve(rank: int, count: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     how: dict[str, Any] = {"world_size": count, "rank": rank, "timeout": timedelta(seconds=TIMEOUT / 2)}
     dist.init_process_group("gloo", init_method=f"file://{store}", **how)
-    known = {tuple(ranks): dist.new_group(ranks) for ranks in groups}
+    groups = {members: dist.new_group(list(members)) for members in GROUPS}
     while (asked := connection.recv()) is not None:
-        ranks, function, arguments = asked
+        members, function, arguments = asked
         try:
-            connection.send({"result": function(known[tuple(ranks)], *arguments)})
+            answer = False, function(groups[members], *arguments)
         except Exception as error:
-            connection.send((error, traceback.format_exc()))
+            answer = True, (error, traceback.format_exc())
+        connection.send(answer)
     dist.destroy_process_group()
 
 
@@ -86,26 +89,83 @@ def attend(
     numbers: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, Tensor],
 ) -> dict[str, Tensor]:
-    """This rank's out, lse and gradients, from the whole tensors and the numbers of its queries and nodes."""
-    of_queries, of_nodes = numbers
-    leaves = {name: _own(name, x, of_queries, of_nodes).detach().requires_grad_() for name, x in leaves.items()}
-    arguments: dict[str, Any] = {name: _own(name, x, of_queries, of_nodes) for name, x in how.items()} | leaves
-    if "k0" in leaves:
-        arguments["boundary"] = arguments.pop("k0"), arguments.pop("v0")
-    out, lse = context_parallel_attention(**arguments, group=group, return_lse=True)
-    given = [_own("query", x, of_queries, of_nodes) for x in gradients]
-    torch.autograd.backward((out, lse), given)
+    """This rank's out, lse and gradients, from whole tensors and the numbers of its queries and nodes."""
+    leaves = {name: own_part(name, x, *numbers).detach().requires_grad_() for name, x in leaves.items()}
+    out, lse = call(group, leaves, how, numbers)
+    out_gradient, lse_gradient = (own_part("query", x, *numbers) for x in gradients)
+    torch.autograd.backward((out, lse), [out_gradient, lse_gradient.where(lse.isfinite(), 0.0)])
     grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
     return {name: x.detach() for name, x in {"out": out, "lse": lse, **grads}.items()}
 
 
-def _own(name: str, x: Any, of_queries: Tensor, of_nodes: Tensor) -> Any:
-    if name == "query":
-        return x.index_select(2, of_queries)
-    if name in ("key", "value"):
-        return x.index_select(2, of_nodes)
-    if name == "intervals":
-        return x.index_select(1, of_queries)
-    if name in ("times", "query_times"):
-        return x.index_select(-1, of_nodes if name == "times" else of_queries)
-    return x
+def call(
+    group: dist.ProcessGroup, leaves: dict[str, Tensor], how: dict[str, Any], numbers: tuple[Tensor, Tensor]
+) -> Any:
+    """The attention of this rank, from its part of the leaves and the whole of everything else."""
+    arguments: dict[str, Any] = {name: own_part(name, x, *numbers) for name, x in how.items()} | leaves
+    if "k0" in leaves:
+        arguments["boundary"] = arguments.pop("k0"), arguments.pop("v0")
+    return context_parallel_attention(**arguments, group=group, return_lse=True)
+
+
+def own_part(name: str, x: Any, of_queries: Tensor, of_nodes: Tensor) -> Any:
+    """A rank's part of an argument, by its name."""
+    dims = {"query": 2, "key": 2, "value": 2, "intervals": 1, "times": -1, "query_times": -1}
+    if name not in dims:
+        return x
+    return x.index_select(dims[name], of_nodes if name in ("key", "value", "times") else of_queries)
+
+
+def count_bytes(
+    group: dist.ProcessGroup, leaves: dict[str, Tensor], how: dict[str, Any], numbers: tuple[Tensor, Tensor]
+) -> tuple[int, int]:
+    """The bytes that this rank sends to single ranks, forward and backward."""
+    leaves = {name: own_part(name, x, *numbers).requires_grad_() for name, x in leaves.items()}
+    sent = []
+    exchange = dist.batch_isend_irecv
+
+    def count(messages: list[dist.P2POp]) -> Any:
+        sent.append(sum(message.tensor.nbytes for message in messages if message.op is dist.isend))
+        return exchange(messages)
+
+    dist.batch_isend_irecv = count
+    try:
+        out, _ = call(group, leaves, how, numbers)
+        forward = sum(sent)
+        out.sum().backward()
+    finally:
+        dist.batch_isend_irecv = exchange
+    return forward, sum(sent) - forward
+
+
+def call_plainly(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Any:
+    return context_parallel_attention(**arguments, group=group)
+
+
+@torch.no_grad()
+def call_without_gradients(
+    group: dist.ProcessGroup, leaves: dict[str, Tensor], how: dict[str, Any], numbers: tuple[Tensor, Tensor]
+) -> Tensor:
+    return call(group, {name: own_part(name, x, *numbers) for name, x in leaves.items()}, how, numbers)[0]
+
+
+def call_autocast(group: dist.ProcessGroup, *arguments: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return call_without_gradients(group, *arguments)
+
+
+def shard(group: dist.ProcessGroup, x: Tensor, placement: str) -> Tensor:
+    return shard_sequence(x, 0, group=group, placement=placement)
+
+
+def unshard(group: dist.ProcessGroup, x: Tensor, dim: int) -> Tensor:
+    return unshard_sequence(x, dim, group=group)
+
+
+def shard_and_unshard(group: dist.ProcessGroup, x: Tensor, placement: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The whole again, this rank's part, and its gradient where each rank asks for its own number, from 1, as one."""
+    own = shard_sequence(x, 1, group=group, placement=placement).requires_grad_()
+    whole = unshard_sequence(own, -2, group=group, placement=placement)
+    whole.backward(torch.full_like(whole, dist.get_rank(group) + 1.0))
+    assert own.grad is not None
+    return whole.detach(), own.detach(), own.grad

@@ -3,6 +3,7 @@
 from continuous_attention.context_parallel import context_parallel_attention
 from continuous_attention.dates import to_times
 from continuous_attention.functional import continuous_attention, continuous_attention_varlen, merge
+from continuous_attention.integrations.parallel import parallelize_context, shard_batch
 from continuous_attention.integrations.times import take_times
 from continuous_attention.integrations.transformers import (
     load_continuous,
@@ -31,8 +32,10 @@ __all__ = [
     "continuous_attention_varlen",
     "load_continuous",
     "merge",
+    "parallelize_context",
     "register_transformers",
     "rotate",
+    "shard_batch",
     "shard_sequence",
     "simplify",
     "switch_to_continuous",

@@ -154,7 +154,7 @@ def context_parallel_attention(
         "backend": backend,
     }
 
-    def check() -> tuple[list[Tensor], Tensor | None, dict[str, object]]:
+    def check() -> tuple[list[Tensor], dict[str, object]]:
         names = ("query", "key", "value")
         check_qkv(query, key, value, names, "B, heads, length, head dim")
         check_choice("schedule", schedule, SCHEDULES)
@@ -166,17 +166,18 @@ def context_parallel_attention(
                 "rule='taylor' can't be spread over ranks: its weights aren't sums over segments, so pieces don't merge"
             )
         tensors = unify_dtypes(names, query, key, value)
+        check_times("times", times, len(key), key.shape[2], key.device)
         facts = _facts(tensors, times, query_times, intervals, (cu_seqlens_q, cu_seqlens_k), asked)
         facts |= {"schedule": schedule, "placement": placement}
         facts |= {"return_lse": return_lse, "reduce_boundary": reduce_boundary}
-        return tensors, check_times("times", times, len(key), key.shape[2], key.device), facts
+        return tensors, facts
 
     checked, error = attempt(check)
-    tensors, own_times, facts = ([], None, {}) if checked is None else checked
+    tensors, facts = ([], {}) if checked is None else checked
     lengths = team.agree(facts, [tensors[0].shape[2], tensors[1].shape[2]] if tensors else [0, 0], error)
     query, key, value = tensors
     query_runs, runs = (runs_of([of_rank[i] for of_rank in lengths], placement) for i in (0, 1))
-    all_times = None if own_times is None else gather_runs(own_times, -1, team, runs)
+    all_times = None if times is None else gather_runs(times, -1, team, runs)
 
     def resolve() -> tuple[functional.Call, list[list[_Part]]]:
         own = numbers_of(query_runs[team.rank], query.device)
