@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from continuous_attention import context_parallel_attention, shard_sequence, unshard_sequence
+from continuous_attention import (
+    context_parallel_attention,
+    parallelize_context,
+    shard_batch,
+    shard_sequence,
+    switch_to_continuous,
+    take_times,
+    unshard_sequence,
+)
 
 TIMEOUT = 60  # seconds
 # Of 2, 3 and 4 processes; numbers in the group aren't always those in the world.
@@ -169,3 +177,72 @@ def shard_and_unshard(group: dist.ProcessGroup, x: Tensor, placement: str) -> tu
     whole.backward(torch.full_like(whole, dist.get_rank(group) + 1.0))
     assert own.grad is not None
     return whole.detach(), own.detach(), own.grad
+
+
+# Hugging Face models
+
+
+def tiny_model(
+    family: str = "Llama", layers: Any = "all", boundary: str = "zero", checkpoints: bool = False, **config: Any
+) -> Any:
+    """The same random model in every process."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, initializer_range=0.3, **config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    switch_to_continuous(model, layers=layers, boundary=boundary)
+    for name, parameter in model.named_parameters():
+        if "boundary" in name:
+            torch.nn.init.normal_(parameter)
+    if checkpoints:
+        model.train().activation_checkpointing_enable()
+    return model
+
+
+def train_spread(
+    group: dist.ProcessGroup, batch: dict[str, Tensor], placement: str, schedule: str, how: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a rank's part of the batch, and the gradients that it has for the parameters."""
+    model = tiny_model(**how)
+    parallelize_context(model, group=group, placement=placement, schedule=schedule)
+    if "times" in batch:
+        take_times(model)
+    loss = model(**shard_batch(batch, group=group, placement=placement), use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: x.grad for name, x in model.named_parameters()}
+
+
+def train_spread_and_sharded(
+    group: dist.ProcessGroup, batches: list[dict[str, Tensor]], how: dict[str, Any]
+) -> tuple[float, dict[str, Tensor]]:
+    """One step on a mesh of 2 × 2: a batch for each row, spread over its columns, and the parameters over all."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = tiny_model(**how)
+    parallelize_context(model, group=mesh["cp"], placement="zigzag")
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batch = batches[mesh.get_local_rank("dp")]
+    loss = model(**shard_batch(batch, group=mesh["cp"], placement="zigzag"), use_cache=False).loss
+    loss.backward()
+    return float(loss.detach()), {name: x.grad.full_tensor() for name, x in model.named_parameters()}
+
+
+def run_spread(group: dist.ProcessGroup, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a model that is spread over ranks, given a batch that wasn't cut."""
+    model = tiny_model()
+    parallelize_context(model, group=group)
+    return model(**batch).loss
+
+
+def stop_being_spread(group: dist.ProcessGroup, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a whole batch on each rank by itself, after `remove`."""
+    model = tiny_model()
+    parallelize_context(model, group=group).remove()
+    return model(**batch, use_cache=False).loss.detach()

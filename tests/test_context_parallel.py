@@ -22,7 +22,9 @@ from continuous_attention.context_parallel import PLACEMENTS, SCHEDULES
 
 SIZES = (2, 3, 4)
 LENGTH = 13  # divisible by no number of ranks
-GQA = {"enable_gqa": True}
+GQA: dict[str, Any] = {"enable_gqa": True}
+# Two results that are good to a few units of float64.
+CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 64 * torch.finfo(torch.float64).eps}
 Numbers = list[tuple[Tensor, Tensor]]
 
 
@@ -111,9 +113,9 @@ VIEWS_WITHOUT_MASKS = [view for view in VIEWS if "mask" not in view]
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_view(ranks: Ranks, size: int, placement: str, view: str) -> None:
-    """On every grid of times, with a boundary and a back end that change from case to case."""
+    """With grids of times, a boundary, a schedule and a back end that change from case to case."""
     number = VIEWS_WITHOUT_MASKS.index(view) + SIZES.index(size)
-    for i, grid in enumerate(GRIDS):
+    for i, grid in enumerate(GRIDS[number % 2 :: 2]):
         if "time window" in view and grid == "unit steps":
             continue
         boundary = BOUNDARY_NAMES[(number + i) % len(BOUNDARY_NAMES)]
@@ -198,11 +200,10 @@ def test_documents_with_other_numbers_of_queries(ranks: Ranks) -> None:
     leaves = {"query": query, "key": key, "value": value}
     how = {**GQA, "is_causal": True, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "window": 4}
     actual = together(ranks, leaves, how, shares(7, LENGTH, 3, "contiguous"), torch.float64)
-    packed = [x[0].transpose(0, 1) for x in (query, key, value)]
-    out, lse = continuous_attention_varlen(*packed, cu_q, cu_k, is_causal=True, window=4, return_lse=True)
-    close = {"rtol": 0.0, "atol": 64 * torch.finfo(torch.float64).eps}
-    torch.testing.assert_close(actual["out"][0].transpose(0, 1), out, **close)
-    torch.testing.assert_close(actual["lse"][0].T, lse, **close)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out, lse = continuous_attention_varlen(q, k, v, cu_q, cu_k, is_causal=True, window=4, return_lse=True)
+    torch.testing.assert_close(actual["out"][0].transpose(0, 1), out, **CLOSE)
+    torch.testing.assert_close(actual["lse"][0].T, lse, **CLOSE)
 
 
 # Edge cases
@@ -310,20 +311,18 @@ def test_blocks_travel_as_far_as_they_are_seen(ranks: Ranks) -> None:
         counted = ranks.run(size, processes.count_bytes, leaves, GQA | how, shares(length, length, size, "contiguous"))
         forward, backward = (sum(x) for x in zip(*counted, strict=True))
         travelled = sum(hops * size for hops, size in zip(reach, blocks, strict=True))
-        # Backward, gradients make one hop more, to get home.
-        returned = sum((hops + 1) * size for hops, size in zip(reach, blocks, strict=True) if hops)
         assert forward == travelled + halos
-        assert backward == travelled + returned + halos
+        # Once more, and their gradients from the first rank that needed them to the last, and home.
+        assert backward == 2 * travelled + halos
 
 
 def test_without_gradients(ranks: Ranks) -> None:
     leaves, numbers = inputs(), shares(LENGTH, LENGTH, 3, "zigzag")
     parts = ranks.run(3, processes.call_without_gradients, leaves, {**GQA, "placement": "zigzag"}, numbers)
-    expected = continuous_attention(**leaves, enable_gqa=True)
+    expected = continuous_attention(leaves["query"], leaves["key"], leaves["value"], enable_gqa=True)
     assert isinstance(expected, Tensor)
     for out, (of_queries, _) in zip(parts, numbers, strict=True):
-        close: dict[str, Any] = {"rtol": 0.0, "atol": 64 * torch.finfo(torch.float64).eps}
-        torch.testing.assert_close(out, expected[:, :, of_queries], **close)
+        torch.testing.assert_close(out, expected[:, :, of_queries], **CLOSE)
 
 
 def test_autocast(ranks: Ranks) -> None:

@@ -307,45 +307,50 @@ class Homeward:
     """Brings the gradients of blocks back to their ranks, adding up what each rank that needed one has for it.
 
     In a ring a sum follows its block from rank to rank, and goes home from the last one that needs it. Otherwise each
-    rank sends its part straight home. Both add in the order of the ranks behind the block's own.
+    rank sends its part straight home. Both add in the order of the ranks behind the block's own, which comes last.
     """
 
     def __init__(self, journey: Journey, like: Tensor) -> None:
         self.journey = journey
-        self.sum = self.arriving = like.new_empty(0)
+        self.own = self.others = self.arriving = like.new_empty(0)
         self.works: list[Any] = []
         self.sent: list[tuple[Tensor, int]] = []  # it must stay until it has been sent
 
     def put(self, step: int, part: Tensor) -> None:
         """Hand over what this rank has for the block at one step of `Journey.visit`."""
-        team, reach = self.journey.team, self.journey.reach
+        journey, team, reach = self.journey, self.journey.team, self.journey.reach
         self._wait()
-        is_own, is_last = step == 0, step == reach[team.after(-step)]
-        coming_home = part.new_empty(self.journey.sizes[team.rank] if 0 < step <= reach[team.rank] else 0)
-        received = []
-        if self.journey.gathers:
-            self.sum = part if is_own else self._with_arrived(self.sum)
-            self.sent = [] if is_own else [(part, team.after(-step))]
+        if step == 0:
+            self.own, self.sent = part, []
+            return
+        coming_home = part.new_empty(journey.sizes[team.rank] if step <= reach[team.rank] else 0)
+        received = [(coming_home, team.after(step))]
+        if journey.gathers:
+            self.others = _add(self.others, self.arriving)
             self.arriving = coming_home
-            received.append((coming_home, team.after(step)))
+            self.sent = [(part, team.after(-step))]
         else:
-            part = self._with_arrived(part)
-            self.sent = [] if is_own and is_last else [(part, team.after(-step if is_last else 1))]
-            self.arriving = self.journey.room_behind(step, part)
-            received.append((self.arriving, team.after(-1)))
+            is_last = step == reach[team.after(-step)]
+            self.sent = [(_add(part, self.arriving), team.after(-step if is_last else 1))]
+            self.arriving = journey.room_behind(step, part)
+            received = [(self.arriving, team.after(-1))]
             if step == reach[team.rank]:
-                self.sum = part if is_own else coming_home
+                self.others = coming_home
                 received.append((coming_home, team.after(step)))
         self.works = team.exchange(self.sent, received)
 
     def finish(self) -> Tensor:
         """The gradient of this rank's block."""
         self._wait()
-        return self._with_arrived(self.sum) if self.journey.gathers else self.sum
-
-    def _with_arrived(self, sum: Tensor) -> Tensor:
-        return sum.add_(self.arriving) if self.arriving.numel() else sum
+        if self.journey.gathers:
+            self.others = _add(self.others, self.arriving)
+        return _add(self.own, self.others)
 
     def _wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+def _add(to: Tensor, x: Tensor) -> Tensor:
+    """The sum, in place, where both are there; else the one that is."""
+    return x if not to.numel() else to.add_(x) if x.numel() else to
