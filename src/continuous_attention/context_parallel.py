@@ -91,8 +91,8 @@ def context_parallel_attention(
     kernels run. Bitwise repeatable on CPUs, and the same for both schedules: the partial results, merged in float32
     (float64 for float64), come in a fixed order.
 
-    Every rank must also run the backward pass where any does, since it communicates. Gradients are once
-    differentiable.
+    Every rank must also run the backward pass where any does, since it communicates. Gradients can't be differentiated
+    again. Code that torch.compile compiles must call `torch.compiler.disable(context_parallel_attention)`.
 
     Args:
         query: (B, Hq, Lq, D), float16, bfloat16, float32 or float64.

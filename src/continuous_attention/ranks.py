@@ -174,12 +174,17 @@ class Team:
     def __init__(self, group: Any) -> None:
         if hasattr(group, "get_group"):
             group = group.get_group()
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group must be a process group this process is in, or a device mesh with one dim, got "
+                f"{type(group).__name__}"
+            )
         self.group: dist.ProcessGroup = dist.group.WORLD if group is None else group  # pyright: ignore[reportAttributeAccessIssue]
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         if self.rank < 0:
-            raise ValueError("group must contain this process, got one of others")
+            raise ValueError("group must contain this process, got one without it")
         # Numbers to be read by Python: on the CPU where the group can, or they'd wait for the accelerator.
-        on_cpu = "gloo" in dist.get_backend(self.group)
+        on_cpu = "cpu:" in dist.get_backend_config(self.group)
         self.device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
 
     def agree(self, facts: dict[str, object], numbers: list[int], error: Exception | None) -> list[list[int]]:

@@ -8,7 +8,7 @@ Shape legend: B batch, L length of the whole sequence, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class Spread:
     team: Team
     schedule: str
     placement: str
+    attention: Callable[..., Any]  # `context_parallel_attention`, which compiled code calls without looking into it
 
     def __deepcopy__(self, memo: Any) -> Spread:
         """The ranks stay the same when a model is copied."""
@@ -64,7 +65,7 @@ class Spread:
             )
         if how["window"] is not None and not how["is_causal"]:
             raise NotImplementedError(f"{type(module).__name__} has a window on both sides, which ranks can't do yet")
-        return context_parallel_attention(
+        return self.attention(
             query,
             key,
             value,
@@ -136,7 +137,7 @@ def parallelize_context(
     if model.config.is_encoder_decoder or layers:
         what = f"layers of type {', '.join(sorted(layers))}" if layers else "an encoder and a decoder"
         raise NotImplementedError(f"{name} has {what}, whose sequences can't be spread over ranks")
-    spread = Spread(Team(group), schedule, placement)
+    spread = Spread(Team(group), schedule, placement, torch.compiler.disable(context_parallel_attention))
     for module in model.modules():
         setattr(module, RANKS, spread)
     return Handle(model)
