@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e '.[transformers]' && torchrun --nproc-per-node 2 examples/long_sequence.py
 
 Each process has a part of the sequence and a part of the parameters; the model learns the sequence by heart. It takes
-half a minute on two CPU cores, and the same lines run on GPUs.
+half a minute on two CPU cores; the lines are meant for GPUs as well, but nobody has run them there yet.
 """
 
 import torch
