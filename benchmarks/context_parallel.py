@@ -4,12 +4,14 @@
     torchrun --nproc-per-node N benchmarks/context_parallel.py [the same options]
     python benchmarks/context_parallel.py --plan
 
-A step is forward and backward of `context_parallel_attention` in float32. Every rank computes on one thread, and the
-time of one process, on one thread too, is measured in turn with it: `speed-up` is the median of the quotients of
-neighbours. Bytes are those that all ranks send in one step, counted where they are handed to torch.distributed; the
-ideal is every node that a rank's queries see, and another rank has, sent there once forward and once backward, and its
-gradient, in float32, sent back. Started by torchrun, the table is for torchrun's ranks, on NCCL where they have a GPU
-each (then the single process runs on the first GPU).
+A step is forward and backward of `context_parallel_attention` in float32. Every rank computes on one thread, and a step
+of one process, on one thread too, is measured in turn with it: `speed-up` is the median of the quotients of neighbours.
+The clock suffers from whoever else wants the cores; the seconds that the processor spent don't, or less: `work` is
+those of all ranks over those of the one process, `busiest` those of the busiest rank over the mean. Bytes are
+those that all ranks send in one step, counted where they are handed to torch.distributed; the ideal is every node that
+a rank's queries see, and another rank has, sent there once forward and once backward, and its gradient, in float32,
+sent back. Started by torchrun, the table is for torchrun's ranks, on NCCL where they have a GPU each (then the single
+process runs on the first GPU).
 
 `--plan` prints the tables of docs/scale.md, from the assumptions in `Machine`: nothing of it was measured.
 
@@ -83,15 +85,15 @@ def ideal_bytes(numbers: list[Tensor], is_causal: bool, per_node: int) -> int:
     return 3 * per_node * sum(count - int((own < count).sum()) for count, own in zip(seen, numbers, strict=True))
 
 
-def step(attend: Callable[[], Any], leaves: list[Tensor]) -> float:
-    """The seconds of forward and backward."""
+def step(attend: Callable[[], Any], leaves: list[Tensor]) -> tuple[float, float]:
+    """The seconds of forward and backward, by the clock and of the processor."""
     for x in leaves:
         x.grad = None
-    begin = time.perf_counter()
+    begin, spent = time.perf_counter(), time.process_time()
     attend().sum().backward()
     if leaves[0].is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - spent
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -130,29 +132,32 @@ def measure(arguments: argparse.Namespace) -> None:
             given: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True}
             return context_parallel_attention(query, key, value, schedule=how[0], placement=how[1], **given)
 
-        seconds, ratios, sent = [], [], 0
-        for repeat in range(arguments.repeats + 1):
-            single = step(alone, whole) if rank == 0 else 0.0
+        rows, total = [], 0
+        for _ in range(arguments.repeats + 1):
+            alone_took, alone_spent = step(alone, whole) if rank == 0 else (0.0, 0.0)
             dist.barrier()
             with counting() as count:
-                taken = step(together, parts)
-            slowest = torch.tensor([taken, count.total], device=device, dtype=torch.float64)
-            dist.all_reduce(slowest[:1], dist.ReduceOp.MAX)
-            dist.all_reduce(slowest[1:])
-            if repeat:  # the first one warms up
-                seconds.append(float(slowest[0]))
-                ratios.append(single / seconds[-1])
-                sent = int(slowest[1])
+                took, spent = step(together, parts)
+            row = torch.tensor([took, spent, count.total], device=device, dtype=torch.float64)
+            of_all = [torch.empty_like(row) for _ in range(size)]
+            dist.all_gather(of_all, row)
+            clock, spent, sent = torch.stack(of_all).unbind(1)
+            all_spent, most = float(spent.sum()), float(spent.max())
+            total = int(sent.sum())
+            rows.append((float(clock.max()), alone_took, all_spent / max(alone_spent, 1e-9), most / all_spent * size))
         if rank == 0:
             ideal = ideal_bytes(numbers, is_causal, per_node)
+            clocks, alone_clocks, work_done, busiest = zip(*rows[1:], strict=True)  # the first one warms up
+            ratios = [one / clock for clock, one in zip(clocks, alone_clocks, strict=True)]
             print(
                 f"| {size} | {'causal' if is_causal else 'full'} | {placement} | {schedule} | "
-                f"{1000 * median(seconds):.0f} ms | {median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f}) | "
-                f"{sent / 1e6:.2f} MB | {ideal / 1e6:.2f} MB | {sent / ideal:.2f} |",
+                f"{1000 * median(clocks):.0f} ms | {median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f}) | "
+                f"{median(work_done):.2f} | {median(busiest):.2f} | "
+                f"{total / 1e6:.2f} MB | {ideal / 1e6:.2f} MB | {total / ideal:.2f} |",
                 flush=True,
             )
     if rank == 0:
-        print(f"| {size} | | | agreement | {1000 * agreement:.2f} ms | | | | |", flush=True)
+        print(f"| {size} | | | agreement | {1000 * agreement:.2f} ms | | | | | | |", flush=True)
 
 
 def work(rank: int, size: int, store: str, arguments: argparse.Namespace) -> None:
@@ -169,8 +174,11 @@ def print_head(arguments: argparse.Namespace) -> None:
     heads = f"{arguments.heads}:{arguments.key_heads}"
     print(f"float32, B = 1, Hq:Hkv = {heads}, L = {arguments.length}, D = {arguments.dim}, torch {torch.__version__}")
     print(f"{os.cpu_count()} CPU cores, 1 thread per rank, load average before: {os.getloadavg()[0]:.2f}\n")
-    print("| ranks | mask | placement | schedule | step | speed-up (min – max) | sent | ideal | sent / ideal |")
-    print("|---:|---|---|---|---:|---:|---:|---:|---:|", flush=True)
+    print(
+        "| ranks | mask | placement | schedule | step | speed-up (min – max) | work | busiest | sent | ideal "
+        "| sent / ideal |"
+    )
+    print("|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
 
 
 # ---- The plan on paper
