@@ -465,9 +465,7 @@ def main() -> None:
     print("", *verdict(rows), "", sep="\n")
     taken = memory(sizes)
     for length, megabytes, per_node in taken:
-        print(
-            f"memory beyond inputs and results, D 128, 16 heads, {length} nodes: {megabytes:.0f} MB, {per_node:.0f} B a node"
-        )
+        print(f"memory beside inputs and results, {length} nodes: {megabytes:.0f} MB, {per_node:.0f} bytes per node")
     if options.json:
         options.json.write_text(
             json.dumps(

@@ -89,13 +89,36 @@ def assert_within_budget(
     gradients: bool = True,
 ) -> None:
     """Hold a back end against float64, on inputs that `dtype` represents."""
-    leaves = {name: x if "times" in name else x.detach().to(dtype).double() for name, x in leaves.items()}
+    leaves = represented(leaves, dtype)
+    actual = evaluate(leaves, how, backend, dtype, function, gradients=gradients)
+    assert_near(
+        actual, leaves, how, dtype, function, of_weights=WEIGHTS_IN_TRITON[dtype] if backend == "triton" else 0.0
+    )
+
+
+def represented(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The leaves in float64, rounded to what `dtype` represents; times stay as they are."""
+    return {name: x if "times" in name else x.detach().to(dtype).double() for name, x in leaves.items()}
+
+
+def assert_near(
+    actual: dict[str, Tensor],
+    leaves: dict[str, Tensor],
+    how: dict[str, Any],
+    dtype: torch.dtype,
+    function: Callable[..., Any] = continuous_attention,
+    *,
+    of_weights: float = 0.0,
+) -> None:
+    """Hold what something computed in `dtype` from represented leaves, as `evaluate` gives it, against float64.
+
+    `of_weights` is what the weights may be off besides rounding.
+    """
+    gradients = len(actual) > 2
     exact = evaluate(leaves, how, "reference", torch.float64, function, gradients=gradients)
     plain = evaluate(leaves, how, "reference", dtype, function, gradients=gradients)
-    actual = evaluate(leaves, how, backend, dtype, function, gradients=gradients)
     for name, wanted in exact.items():
         got, limit = actual[name], FACTORS.get(name, FACTOR_OF_GRADIENTS) * _error(plain[name], wanted)
-        of_weights = WEIGHTS_IN_TRITON[dtype] if backend == "triton" else 0.0
         limit += _rounding(name, exact, leaves, how, torch.finfo(dtype).eps, of_weights)
         error = _error(got, wanted)
         assert error <= limit, (

@@ -7,9 +7,12 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from processes import Ranks
 
 settings.register_profile(
     "repository", deadline=None, derandomize=True, max_examples=20, suppress_health_check=[HealthCheck.too_slow]
@@ -25,3 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four processes of torch.distributed, started where a test asks for them."""
+    ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()

@@ -9,7 +9,7 @@ from cases import BATCH, CASES, GRIDS, HEADS, KEY_HEADS, LENGTHS, random_times, 
 from oracle import BOUNDARY_NAMES, attention, boundary_of, gradients, random_inputs
 from torch import Tensor
 
-from continuous_attention import continuous_attention
+from continuous_attention import continuous_attention, reference
 
 # quad is asked for 1e-12, and its error estimates are sums over segments; scores of about 20 round to 1e-14.
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -141,3 +141,29 @@ def test_rules_approach_the_integral(rule: str) -> None:
         exact = continuous_attention(query, key, value, scale=scale, return_lse=True)[1]
         errors.append(continuous_attention(query, key, value, scale=scale, rule=rule, return_lse=True)[1] - exact)
     assert (errors[0] / errors[1]).item() == pytest.approx(4, rel=0.02)
+
+
+def test_stretches_differentiated_by_themselves() -> None:
+    """With the whole domain's out and normalizer, two stretches that share a node have its gradients between them."""
+    query, key, value = random_inputs(BATCH, HEADS, KEY_HEADS, 3, 7)
+    start = torch.randn(KEY_HEADS, 3, dtype=torch.float64), torch.randn(KEY_HEADS, 2, dtype=torch.float64)
+    lengths, held = torch.rand(BATCH, 7).double(), torch.rand(BATCH, 1, 3).double()
+    leaves = [x.requires_grad_() for x in (query, key, value, lengths, *start, held)]
+    seen = torch.tensor([[[0, 7]]])
+    how: dict[str, Any] = {"scale": 0.5, "start_node": start, "start_length": 0.75}
+    out, lse = reference.attention(query, key, value, seen, lengths=lengths, end_length=held, **how)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    wanted = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+
+    sums = [torch.zeros_like(x) for x in leaves]
+    level = lse.detach(), torch.ones_like(lse)
+    for nodes, given in ((slice(0, 5), how), (slice(4, 7), {"scale": 0.5, "end_length": held})):
+        stretch = key[:, :, nodes], value[:, :, nodes], torch.tensor([[[0, nodes.stop - nodes.start]]])
+        given = {**given, "lengths": lengths[:, nodes], "wanted": (True, True, True)}
+        found = reference.differentiate(dout, dlse, out.detach(), None, *level, query, *stretch, **given)
+        places = (..., (..., nodes, slice(None)), (..., nodes, slice(None)), (..., nodes), ..., ..., ...)
+        for total, place, x in zip(sums, places, found, strict=True):
+            if x is not None:
+                total[place] += x
+    for got, expected in zip(sums, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -151,10 +151,11 @@ def continuous_attention(
     names = ("query", "key", "value")
     check_qkv(query, key, value, names, "B, heads, length, head dim")
     query, key, value = unify_dtypes(names, query, key, value)
-    call = _resolve_batch(
+    call = resolve_batch(
         query,
         key,
         value,
+        **_everywhere(query, key),
         mask=attn_mask,
         times=times,
         query_times=query_times,
@@ -233,7 +234,7 @@ def continuous_attention_varlen(
         )
     seen, position = iv.of_documents(cu_seqlens_q, cu_seqlens_k, len(q))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    call = _resolve(
+    call = resolve(
         query,
         key,
         value,
@@ -306,7 +307,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out.to(out_a.dtype), lse
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What was asked for, without the words: what `reference.attention` is given after query, key and value."""
 
     kernels: str | None  # the fused kernels that run it, "cpu" or "triton"
@@ -320,7 +321,7 @@ class _Call(NamedTuple):
     arguments: dict[str, Any]
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor | tuple[Tensor, Tensor]:
+def _run(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor]:
     if call.joined is not None:
         key, value = (path.correct(nodes, call.arguments["lengths"], call.joined) for nodes in (key, value))
     if call.kernels is not None:
@@ -363,8 +364,16 @@ def _prepare_sizes(*inputs: Any, **how: Any) -> tuple[Any, ...] | None:
         names = ("query", "key", "value")
         check_qkv(query, key, value, names, "B, heads, length, head dim")
         unify_dtypes(names, query, key, value)
-        call = _resolve_batch(
-            query, key, value, mask=None, times=None, query_times=None, time_window=None, intervals=None, **how
+        call = resolve_batch(
+            query,
+            key,
+            value,
+            **_everywhere(query, key),
+            times=None,
+            query_times=None,
+            time_window=None,
+            intervals=None,
+            **how,
         )
         return (
             ops.prepare(query.shape[2], key.shape[2], call.seen, kernels=call.kernels, **call.arguments)
@@ -373,20 +382,23 @@ def _prepare_sizes(*inputs: Any, **how: Any) -> tuple[Any, ...] | None:
         )
 
 
-def _resolve_batch(
+def resolve_batch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    mask: Tensor | None,
+    seen: Tensor,
+    position: Tensor,
+    origin: int | Tensor = 0,
+    mask: Tensor | None = None,
     times: Tensor | None,
     query_times: Tensor | None,
     intervals: Tensor | None,
-    dropout_p: float,
+    dropout_p: float = 0.0,
     enable_gqa: bool,
     **how: Any,
-) -> _Call:
-    """Validate and resolve the arguments of `continuous_attention`."""
+) -> Call:
+    """Validate and resolve the arguments of `continuous_attention`; `seen`, `position` and `origin` as in `resolve`."""
     if len(query) != len(key):
         raise ValueError(f"query and key must have the same batch size B, got {len(query)} and {len(key)}")
     check_heads(query.shape[1], key.shape[1], enable_gqa)
@@ -395,18 +407,17 @@ def _resolve_batch(
     check_flag("enable_gqa", enable_gqa)
     if mask is not None:
         mask = check_mask(mask, (batch, heads, query_length, key_length), query.device)
-    seen = iv.everything(key_length, query.device)
     if intervals is not None:
         check_tensor("intervals", intervals, (torch.int32, torch.int64), query.device)
         check_shape("intervals", intervals, [(batch, query_length, 2), (1, query_length, 2)], "(B or 1, Lq, 2)")
         seen = iv.intersect(seen, intervals.long().clamp(0, key_length))
-    return _resolve(
+    return resolve(
         query,
         key,
         value,
         seen=seen,
-        position=iv.standing(query_length, key_length, query.device),
-        origin=0,
+        position=position,
+        origin=origin,
         mask=mask,
         times=check_times("times", times, batch, key_length, query.device),
         query_times=check_times("query_times", query_times, batch, query_length, query.device),
@@ -414,7 +425,16 @@ def _resolve_batch(
     )
 
 
-def _resolve(
+def _everywhere(query: Tensor, key: Tensor) -> dict[str, Tensor]:
+    """What queries see, and where they stand, before anything was asked for."""
+    query_length, key_length = query.shape[2], key.shape[2]
+    return {
+        "seen": iv.everything(key_length, query.device),
+        "position": iv.standing(query_length, key_length, query.device),
+    }
+
+
+def resolve(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -436,7 +456,7 @@ def _resolve(
     interpolation: str,
     return_lse: bool,
     backend: str | None,
-) -> _Call:
+) -> Call:
     """Resolve to intervals, lengths and ends, and choose who runs it.
 
     `seen` (B or 1, Lq or 1, 2) is what is visible at most, `position` (1, Lq) the node that each query stands on, and
@@ -495,7 +515,7 @@ def _resolve(
         "start_length": start_held,
         "end_length": end_length,
     }
-    return _Call(
+    return Call(
         kernels=kernels,
         quadrature=backend is None
         and mask is None

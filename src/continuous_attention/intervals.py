@@ -38,18 +38,19 @@ def intersect(first: Tensor, *others: Tensor) -> Tensor:
     return torch.stack([lo, hi], dim=-1)
 
 
-def of_documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query_length: int) -> tuple[Tensor, Tensor]:
+def of_documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int | Tensor) -> tuple[Tensor, Tensor]:
     """Packed documents: each query sees its own document's nodes.
 
     Args:
         cu_seqlens_q: (documents + 1,), where each document's queries begin, and the total number of queries.
         cu_seqlens_k: (documents + 1,), the same for the nodes.
-        query_length: the total number of queries, Lq.
+        queries: the total number of queries, Lq, or the numbers (Lq,) of those that are asked for.
 
     Returns:
         intervals (1, Lq, 2), and positions (1, Lq) aligned bottom-right within each document.
     """
-    queries = torch.arange(query_length, device=cu_seqlens_q.device)
+    if isinstance(queries, int):
+        queries = torch.arange(queries, device=cu_seqlens_q.device)
     ends_q, ends_k = cu_seqlens_q[1:].long(), cu_seqlens_k[1:].long()
     document = torch.searchsorted(ends_q, queries, right=True)
     hi = ends_k[document]

@@ -21,6 +21,7 @@ LARGEST_HEAD_DIM = 256
 MOST_NODES = 2**31 - 2**16  # the kernels count them in 32 bits
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers as in kernels/cpu/problem.h
 NO_VECTOR = (0, 0)
+BASE = 2.0  # of the references that `integrate` returns
 
 # What both operators are given, in this order. Lengths and the start node are float32; with a start node,
 # start_length is the length of its segment and positive, without one it is a length held at the first visible node.
@@ -107,6 +108,50 @@ def attention_of_plain(query: Tensor, key: Tensor, value: Tensor, prepared: tupl
     else:
         out, lse, _, _ = _compute(query, key, value, *prepared, False)
     return out, lse
+
+
+def integrate(
+    query: Tensor, key: Tensor, value: Tensor, intervals: Tensor, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.integrate` by the fused kernels; the arguments are those of `prepare`."""
+    prepared = prepare(query.shape[2], key.shape[2], intervals, **how)
+    out, _, rest, normalizer = torch.ops.continuous_attention.forward.default(query, key, value, *prepared, True)
+    out = out.float() + rest if rest.numel() else out.float()
+    reference, total = normalizer.unbind(-1)
+    return out, reference, total
+
+
+def differentiate(
+    out_gradient: Tensor,
+    lse_gradient: Tensor,
+    out: Tensor,
+    rest: Tensor | None,
+    reference: Tensor,
+    total: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    intervals: Tensor,
+    *,
+    wanted: tuple[bool, bool, bool],
+    **how: Any,
+) -> tuple[Tensor | None, ...]:
+    """`reference.differentiate` by the fused kernels."""
+    prepared = prepare(query.shape[2], key.shape[2], intervals, **how)
+    _, lengths, start_key, _, end_lengths, *_ = prepared
+    there = [x is not None and asked for x, asked in zip((start_key, lengths, end_lengths), wanted, strict=True)]
+    normalizer = torch.stack([reference, total], dim=-1)
+    rest = None if rest is None else rest.contiguous()
+    given = out_gradient, lse_gradient, out, rest, normalizer, query, key, value, *prepared, there
+    *nodes, of_lengths, of_start_key, of_start_value, of_ends = torch.ops.continuous_attention.backward.default(*given)
+    of_start, of_lengths_there, of_ends_there = there
+    return (
+        *nodes,
+        of_lengths if of_lengths_there else None,
+        of_start_key if of_start else None,
+        of_start_value if of_start else None,
+        of_ends.unsqueeze(1) if of_ends_there else None,
+    )
 
 
 def is_plain(*tensors: Tensor) -> bool:

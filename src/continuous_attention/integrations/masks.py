@@ -85,6 +85,18 @@ def unmark(mask: Tensor, query_length: int) -> Tensor | None:
     return mask[:, 0, 1:]
 
 
+def mark_whole(intervals: Tensor) -> Tensor:
+    """Intervals (B, Lq, 2) of a whole sequence, of which this rank has a part: int64 (B, 1, Lq + 2, 2), like `mark`."""
+    return F.pad(intervals, (0, 0, 2, 0)).unsqueeze(1)
+
+
+def unmark_whole(mask: Tensor, query_length: int) -> Tensor | None:
+    """The intervals that `mark_whole` was given, None if it didn't make this mask."""
+    if mask.dtype != torch.int64 or mask.shape[-2:] != (query_length + 2, 2):
+        return None
+    return mask[:, 0, 2:]
+
+
 def is_plainly_causal(mask: Tensor, query_length: int) -> bool:
     """Whether this is the mask that stands for plain causality; its shape says so, so nothing has to be read."""
     return mask.dtype == torch.int64 and mask.shape[-2:] == (query_length + 1, 0)

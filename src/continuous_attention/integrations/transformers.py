@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from continuous_attention import intervals as iv
 from continuous_attention.functional import BOUNDARIES, continuous_attention
 from continuous_attention.integrations import masks
+from continuous_attention.integrations.parallel import RANKS
 from continuous_attention.integrations.times import times_of
 
 NAME = "continuous"
@@ -136,27 +137,26 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if position_ids is not None and not (causal and position_ids.ndim == 2 and position_ids.shape[1] == query.shape[2]):
         position_ids = None
-    intervals, mask, causal = _visible(
-        (attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k),
-        (query.shape[2], key.shape[2], query.device, causal, sliding_window, layer),
-    )
     times = times_of(module, query, key)
-    result = continuous_attention(
-        query.to(value.dtype),
-        key.to(value.dtype),
-        value,
-        mask,
-        is_causal=causal,
-        scale=scaling,
-        enable_gqa=True,
-        boundary="zero" if boundary is None else boundary,
-        times=None if boundary is None else times,
-        start_length=1.0 if boundary is None else _start_length(module),
-        intervals=intervals,
-        softcap=softcap,
-        rule="rectangle" if boundary is None else "exact",
-        return_lse=s_aux is not None,
-    )
+    how = {
+        "scale": scaling,
+        "boundary": "zero" if boundary is None else boundary,
+        "times": None if boundary is None else times,
+        "start_length": 1.0 if boundary is None else _start_length(module),
+        "softcap": softcap,
+        "rule": "rectangle" if boundary is None else "exact",
+        "return_lse": s_aux is not None,
+    }
+    nodes = query.to(value.dtype), key.to(value.dtype), value
+    spread = getattr(module, RANKS, None)
+    if spread is None:
+        intervals, mask, causal = _visible(
+            (attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k),
+            (query.shape[2], key.shape[2], query.device, causal, sliding_window, layer),
+        )
+        result = continuous_attention(*nodes, mask, is_causal=causal, enable_gqa=True, intervals=intervals, **how)
+    else:
+        result = spread.attend(module, nodes, attention_mask, is_causal=causal, window=sliding_window, **how)
     if isinstance(result, Tensor):
         out = result
     else:

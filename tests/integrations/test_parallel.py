@@ -1,0 +1,142 @@
+"""Hugging Face models whose sequences are spread over processes: loss and gradients are those of one process.
+
+transformers computes the loss in float32, so that is how near they come; everything else is float64 here.
+"""
+
+from typing import Any
+
+import processes
+import pytest
+import torch
+from processes import Ranks, tiny_model
+from torch import Tensor
+
+from continuous_attention import parallelize_context, shard_batch, take_times
+from continuous_attention.context_parallel import PLACEMENTS, SCHEDULES
+
+BATCH, LENGTH, VOCABULARY = 2, 11, 40
+EPS = torch.finfo(torch.float32).eps
+
+
+def make_batch(kind: str) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "padded":
+        mask = torch.ones_like(ids)
+        mask[0, :3] = mask[1, 7:] = 0
+        batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if kind == "packed":
+        batch["position_ids"] = torch.tensor([[*range(4), *range(7)], [*range(2), *range(6), *range(3)]])
+    if kind == "times":
+        batch["times"] = torch.rand(BATCH, LENGTH).double().cumsum(-1)
+    return batch
+
+
+def alone(batch: dict[str, Tensor], how: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    model = tiny_model(**how)
+    if "times" in batch:
+        take_times(model)
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach()), {name: x.grad for name, x in model.named_parameters()}
+
+
+def assert_same(loss: float, gradients: dict[str, Tensor], wanted: tuple[float, dict[str, Tensor]]) -> None:
+    assert loss == pytest.approx(wanted[0], rel=8 * EPS)
+    for name, gradient in wanted[1].items():
+        # Sums over the tokens of terms that were rounded to float32 once.
+        torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=8 * EPS * float(gradient.abs().max()))
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "all layers": {},
+    "learned, with checkpoints": {"boundary": "learned", "checkpoints": True},
+    "odd layers, half": {"layers": "odd", "boundary": "half"},
+    "softmax": {"layers": []},
+    "Mistral with a window": {"family": "Mistral", "sliding_window": 4},
+    "Gemma 2 with a softcap": {"family": "Gemma2", "sliding_window": 3, "head_dim": 4, "attn_logit_softcapping": 2.0},
+}
+
+
+KINDS = ("plain", "padded", "packed", "times")
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_model_on_two_ranks(ranks: Ranks, placement: str, choice: str) -> None:
+    """With two kinds of batches and a schedule each, which change from case to case."""
+    how, number = CHOICES[choice], list(CHOICES).index(choice)
+    first = (number + PLACEMENTS.index(placement)) % 2
+    for i, kind in enumerate(KINDS[first::2]):
+        batch = make_batch("plain" if choice == "softmax" and kind == "times" else kind)
+        answers = ranks.run(2, processes.train_spread, batch, placement, SCHEDULES[(number + i) % 2], how)
+        loss = sum(float(loss) for loss, _ in answers) / 2
+        gradients = {name: (answers[0][1][name] + answers[1][1][name]) / 2 for name in answers[0][1]}
+        assert_same(loss, gradients, alone(batch, how))
+
+
+def test_beside_fsdp_on_a_mesh(ranks: Ranks) -> None:
+    """Two batches, each spread over two ranks, and parameters sharded over all: the mean of both losses."""
+    how = {"boundary": "learned"}
+    batches = [make_batch("plain"), make_batch("packed")]
+    answers = ranks.run(4, processes.train_spread_and_sharded, tuple(batches), how)
+    losses, all_gradients = zip(*(alone(batch, how) for batch in batches), strict=True)
+    wanted = {name: (all_gradients[0][name] + all_gradients[1][name]) / 2 for name in all_gradients[0]}
+    for _, gradients in answers:
+        assert_same(sum(loss for loss, _ in answers) / 4, gradients, (sum(losses) / 2, wanted))
+
+
+def test_a_batch_that_wasnt_cut_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="must be given the batch that shard_batch made"):
+        ranks.run(2, processes.run_spread, make_batch("plain"))
+
+
+def test_remove(ranks: Ranks) -> None:
+    batch = make_batch("plain")
+    wanted, _ = alone(batch, {})
+    assert [float(x) for x in ranks.run(2, processes.stop_being_spread, batch)] == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"input_ids": torch.zeros(4).long()}, ValueError, r"input_ids must have shape \(B, L\), got \(4,\)"),
+        (
+            {"labels": torch.zeros(2, 3).long()},
+            ValueError,
+            r"labels must have shape \(B, L\) = \(2, 11\), got \(2, 3\)",
+        ),
+        ({"labels": torch.zeros(2, 11)}, TypeError, "labels must have dtype int32 or int64"),
+        ({"times": torch.zeros(3)}, ValueError, r"times must have shape \(L,\) or \(B, L\)"),
+        ({"token_type_ids": torch.zeros(2, 11).long()}, ValueError, "may have .* got .*token_type_ids"),
+        ({"attention_mask": torch.tensor([[1, 0, 1] + [1] * 8] * 2)}, ValueError, "attention_mask must have no holes"),
+    ],
+)
+def test_batches_that_are_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Tensor], error: type[Exception], message: str
+) -> None:
+    monkeypatch.setattr("continuous_attention.integrations.parallel.shard_sequence", lambda x, dim, **_: x)
+    with pytest.raises(error, match=message):
+        shard_batch(make_batch("plain") | changes)
+
+
+def test_models_that_are_refused() -> None:
+    from transformers import BartConfig, BartForConditionalGeneration, Llama4TextConfig
+
+    with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear"):
+        parallelize_context(torch.nn.Linear(2, 2))
+    model = tiny_model()
+    with pytest.raises(ValueError, match="schedule must be one of 'ring', 'all-gather', got 'circle'"):
+        parallelize_context(model, schedule="circle")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="runs 'sdpa' attention: make it continuous first"):
+        parallelize_context(model)
+    model = tiny_model()
+    model.config.layer_types = Llama4TextConfig(num_hidden_layers=4).layer_types
+    with pytest.raises(NotImplementedError, match="layers of type chunked_attention"):
+        parallelize_context(model)
+    sizes: dict[str, Any] = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40}
+    model = BartForConditionalGeneration(BartConfig(**sizes, encoder_ffn_dim=8, decoder_ffn_dim=8))
+    model.set_attn_implementation("continuous")
+    with pytest.raises(NotImplementedError, match="an encoder and a decoder"):
+        parallelize_context(model)
