@@ -1,10 +1,12 @@
 """`continuous-attention info`: the versions, and which kernels are there."""
 
+from importlib.metadata import version
+
 import torch
 
 import continuous_attention
 from continuous_attention.experiments.report import UserError
-from continuous_attention.kernels import cpu
+from continuous_attention.kernels import cpu, triton
 
 USAGE = "usage: continuous-attention info"
 
@@ -26,11 +28,23 @@ def _facts() -> list[tuple[str, str]]:
         ("torch", torch.__version__),
         ("threads", str(torch.get_num_threads())),
     ]
+    return [*facts, *_of_cpu(), ("GPU kernels", _of_gpu())]
+
+
+def _of_cpu() -> list[tuple[str, str]]:
     if cpu.chosen is None:
-        return [*facts, ("CPU kernels", f"none: {cpu.reason}"), ("", cpu.REINSTALL)]
+        return [("CPU kernels", f"none: {cpu.reason}"), ("", cpu.REINSTALL)]
     return [
-        *facts,
         ("CPU kernels", cpu.chosen),
         ("  built", ", ".join(cpu.built)),
         ("  this machine runs", ", ".join(cpu.runnable)),
     ]
+
+
+def _of_gpu() -> str:
+    if triton.reason:
+        return f"none: {triton.reason}"
+    if not torch.cuda.is_available():
+        return f"Triton {version('triton')}, but torch finds no GPU"
+    name = torch.cuda.get_device_name()
+    return triton.obstacle_of(torch.device("cuda")) or f"Triton {version('triton')} on {name}"

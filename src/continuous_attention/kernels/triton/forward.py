@@ -31,7 +31,7 @@ from continuous_attention.kernels.triton.rows import (
     start_of_path,
     store_rows,
 )
-from continuous_attention.kernels.triton.segment import LN2, LOG2E, all_shares, exp2, few_shares
+from continuous_attention.kernels.triton.segment import HALF, LN2, LOG2E, all_shares, exp2, few_shares
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def attend_to_tile(
     xs, ps = split(x, S.block_m, S.chains, R // 2), split(p, S.block_m, S.chains, R // 2)
     halves = ps
     if S.few:
-        halves = split(p * (LN2 / 2), S.block_m, S.chains, R // 2)
+        halves = split(p * HALF, S.block_m, S.chains, R // 2)
     chain = first + tl.arange(0, S.chains) * (R - 1)
     weights = ()
     total = ps[0]
