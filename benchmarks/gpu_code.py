@@ -273,7 +273,7 @@ def count(target: int, name: str) -> Count:
 
 
 def _main_loop(code: str) -> list[str]:
-    """The operations of the shortest loop that multiplies matrices; in fp32, of the one that has most products."""
+    """The operations of the shortest loop that multiplies matrices; in fp32, of the longest that is full of products."""
     lines = [(int(a, 16), text) for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)]
     lines = [(address, re.sub(r"^@!?U?P\d+\s+", "", text)) for address, text in lines]
     loops = []
@@ -284,7 +284,8 @@ def _main_loop(code: str) -> list[str]:
     multiplying = [loop for loop in loops if any(x.startswith(("HGMMA", "HMMA", "UTCHMMA", "UTCMMA")) for x in loop)]
     if multiplying:
         return min(multiplying, key=len)
-    return max(loops, key=lambda loop: sum(x.startswith("FFMA") for x in loop) / len(loop), default=[])
+    summing = [loop for loop in loops if sum(x.startswith("FFMA") for x in loop) > len(loop) / 3]
+    return max(summing, key=len, default=[])
 
 
 def _conversions(layouts: str) -> int:
@@ -304,7 +305,7 @@ def table(counts: list[Count]) -> str:
     """As Markdown."""
     head = ["kernel", "registers", "stack", "shared", "instructions", *COLUMNS, "conversions"]
     rows = [
-        [x.name, str(x.registers), str(x.stack), f"{x.shared // 1024} KB", f"{x.total:.1f}"]
+        [x.name, str(x.registers), str(x.stack), f"{x.shared // 1024} KB", f"{x.total:.1f}" if x.total else "no loop"]
         + [f"{x.of[kind]:.2f}" if x.of[kind] else "0" for kind in COLUMNS]
         + [str(x.conversions)]
         for x in counts
