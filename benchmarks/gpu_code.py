@@ -273,7 +273,7 @@ def count(target: int, name: str) -> Count:
 
 
 def _main_loop(code: str) -> list[str]:
-    """The operations of the shortest loop that multiplies matrices; in fp32, of the longest that is full of products."""
+    """The operations of the shortest loop that multiplies matrices; in fp32, of the longest full of products."""
     lines = [(int(a, 16), text) for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)]
     lines = [(address, re.sub(r"^@!?U?P\d+\s+", "", text)) for address, text in lines]
     loops = []
