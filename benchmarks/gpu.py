@@ -432,9 +432,12 @@ def main() -> None:
     options = parser.parse_args()
     sizes = IN_MINIATURE if options.dry_run else ON_GPU
     if options.dry_run and not triton.interpreted:
-        parser.error("--dry-run needs TRITON_INTERPRET=1 in the environment")
+        parser.error(
+            triton.reason
+            or "--dry-run needs Triton's interpreter: TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run"
+        )
     if not options.dry_run and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --dry-run needs none")
+        parser.error("there is no GPU here; TRITON_INTERPRET=1 python benchmarks/gpu.py --dry-run needs none")
     deadline = time.monotonic() + 60 * options.minutes
     torch.manual_seed(0)
     device = "the CPU, interpreted" if options.dry_run else torch.cuda.get_device_name()
@@ -462,7 +465,10 @@ def main() -> None:
         print_row(rows[-1])
     if left_out:
         print(f"{left_out} cells didn't fit into {options.minutes:g} minutes")
-    print("", *verdict(rows), "", sep="\n")
+    if options.dry_run:
+        print("all steps ran; speeds and ratios of an interpreter mean nothing")
+    else:
+        print("", *verdict(rows), "", sep="\n")
     taken = memory(sizes)
     for length, megabytes, per_node in taken:
         print(f"memory beside inputs and results, {length} nodes: {megabytes:.0f} MB, {per_node:.0f} bytes per node")

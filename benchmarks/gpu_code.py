@@ -320,10 +320,16 @@ def main() -> None:
     parser.add_argument("--target", type=int, action="append", choices=(80, 90, 100), help="default: all three")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     options = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        parser.error("TRITON_INTERPRET is set, which compiles nothing; unset it")
     names = [name for name in CASES if options.only in name]
     if not names:
-        parser.error(f"no kernel has {options.only!r} in its name; there are {', '.join(CASES)}")
-    print(f"Triton {triton.__version__}, torch {torch.__version__}. Main loop, per score; stack in bytes.")
+        parser.error(f"no kernel has {options.only!r} in its name; there are: {'; '.join(CASES)}")
+    print(
+        f"Triton {triton.__version__}, torch {torch.__version__}. Instructions of the main loop, per score; among them"
+    )
+    print("MUFU: 2^x and 1/x, LDS, STS: shared memory, SHFL: other lanes, LDL, STL: spilled registers.")
+    print("stack: bytes spilled anywhere, mostly at edges; conversions: changes of layout in the main loop.")
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         for target in options.target or (80, 90, 100):
             counts = list(pool.map(partial(count, target), names))

@@ -580,6 +580,10 @@ def _obstacle_on_cpu(query: Tensor) -> str | None:
 def _obstacle_on_gpu(query: Tensor) -> str | None:
     if triton.reason:
         return f"isn't there: {triton.reason}"
+    if max(query.shape[:2]) > triton.MOST_PROGRAMS or query.shape[:3].numel() > ops.MOST_NODES:
+        return (
+            f"takes B and Hq up to {triton.MOST_PROGRAMS} and B·Hq·Lq up to {ops.MOST_NODES}, got {tuple(query.shape)}"
+        )
     if query.is_cuda:
         return triton.obstacle_of(query.device)
     if query.is_cpu and not triton.interpreted:

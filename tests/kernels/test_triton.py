@@ -105,6 +105,97 @@ def test_times_in_any_unit(unit: float) -> None:
     assert_within_budget(leaves, how, "triton", torch.float16)
 
 
+@pytest.mark.parametrize("boundary", ["zero", "repeat", "none"])
+def test_a_path_without_segments_of_length(boundary: str) -> None:
+    leaves = tensors(3, 4) | {"times": torch.zeros(4).double(), "query_times": torch.tensor([0.0, 7.0, 10.0]).double()}
+    how = {**GQA, "boundary": boundary, "start_length": 5.0, "is_causal": True}
+    assert_within_budget(leaves, how, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("gap", [1e5, 1e8], ids="{:g}".format)
+def test_a_gap_that_some_do_not_see(gap: float) -> None:
+    """Weights in half precision of what is as short as nothing beside it."""
+    leaves = tensors(6, 6) | {"times": torch.tensor([0.0, 1, 2, 3, 4, 4 + gap]).double()}
+    for boundary in ("none", "zero"):
+        assert_within_budget(leaves, {**GQA, "is_causal": True, "boundary": boundary}, "triton", torch.float16)
+
+
+@pytest.mark.parametrize("start_length", [1e-8, 1e5], ids="{:g}".format)
+def test_a_start_of_any_length(start_length: float) -> None:
+    leaves = tensors(3, 14, dim=4)
+    leaves["query"][:], leaves["key"][:] = 1.0, -4.0
+    assert_within_budget(leaves, {**GQA, "start_length": start_length}, "triton", torch.float16)
+
+
+def test_gradients_of_any_size() -> None:
+    """A gradient of float16 may be below its smallest number while it is summed up, and a score large."""
+    query, key, value = (torch.randn(1, 1, n, 8, dtype=torch.float16) for n in (6, 40, 40))
+    results = []
+    for backend, dtype in (("triton", torch.float16), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = continuous_attention(leaves[0], leaves[1], leaves[2], backend=backend)
+        assert isinstance(out, Tensor)
+        results.append(torch.autograd.grad(out, leaves, torch.full_like(out, 1e-4)))
+    for got, wanted in zip(*results, strict=True):
+        step = torch.finfo(torch.float16).eps * wanted.abs().max() + torch.finfo(torch.float16).smallest_normal / 1024
+        assert (got - wanted).abs().max() <= 4 * step
+    leaves = tensors(6, 9, dim=4)
+    assert_within_budget(leaves, {**GQA, "scale": 2000.0}, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 1), (5, 0, 1), (3, 5, 0)], ids=str)
+def test_every_gradient_of_nothing(sizes: tuple[int, int, int]) -> None:
+    lq, lk, batch = sizes
+    leaves, how = with_boundary(tensors(lq, lk, batch=batch), "node")
+    leaves |= {"times": torch.arange(lk).double(), "query_times": torch.arange(lq).double()}
+    assert_within_budget(leaves, {**how, "is_causal": True}, "triton", torch.float32)
+
+
+def test_what_arrives_at_rows_without_lse_is_ignored() -> None:
+    query, key, value = (torch.randn(1, 1, 3, 8, requires_grad=True) for _ in range(3))
+    intervals = torch.tensor([[[0, 0], [0, 3], [1, 2]]])
+    how: dict[str, Any] = {"intervals": intervals, "boundary": "none", "return_lse": True, "backend": "triton"}
+    out, lse = continuous_attention(query, key, value, **how)
+    arriving = torch.ones_like(out), torch.tensor([[[torch.nan, 1.0, -torch.inf]]])
+    assert all(x.isfinite().all() for x in torch.autograd.grad((out, lse), (query, key, value), arriving))
+
+
+def test_results_that_are_slices_of_others() -> None:
+    """The backward pass of sequences that are spread over ranks is given such."""
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (7, 9, 9))
+    intervals = torch.tensor([[[0, 9]] * 7], dtype=torch.int32)
+    others = intervals, None, None, None, None, 0.3, 1.0, 0.0, "triton"
+    out, _, rest, normalizer = torch.ops.continuous_attention.forward(query, key, value, *others, True)
+    sliced = torch.stack([out, out], dim=3)[:, :, :, 1]
+    gradient = torch.randn_like(out)
+    results = [
+        torch.ops.continuous_attention.backward(
+            gradient, None, x, rest, normalizer, query, key, value, *others, [False, False, False]
+        )
+        for x in (out, sliced)
+    ]
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [("nodes", (16, 16, 4, 1)), ("nodes", (64, 32, 4, 1)), ("rows", (64, 16, 4, 1)), ("forward", (64, 64, 4, 1))],
+    ids=str,
+)
+def test_other_blocks(kernel: str, config: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = triton.load().tuning
+    monkeypatch.setattr(tuning, "pinned", {tuning.Key(kernel, 16, "float32", "short"): tuning.Config(*config)})
+    assert_within_budget(tensors(48, 20), {**GQA, "is_causal": True}, "triton", torch.float32)
+
+
+@pytest.mark.usefixtures("_splits")
+def test_blocks_of_decode_that_hold_no_segment_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = triton.load().tuning
+    monkeypatch.setattr(tuning, "pinned", {tuning.Key("split", 16, "float32", "short"): tuning.Config(16, 16, 8, 1)})
+    assert_within_budget(tensors(1, 61), dict(GQA), "triton", torch.float32, gradients=False)
+
+
 HOWS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "causal, window 7": {"is_causal": True, "window": 7, "boundary": "half"},

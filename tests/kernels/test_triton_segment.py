@@ -1,7 +1,7 @@
 """One segment as the GPU kernels compute it, over all slopes, against segment.py in float64.
 
 In Triton's interpreter, so not with the processor's own approximations of 2^x and 1/x, which are off by 2 and 1 units
-of the last place. What is allowed is what docs/math.md §13 says.
+of the last place. Allowed is twice what docs/math.md §13 says was found.
 """
 
 import math
@@ -43,7 +43,7 @@ def kernel(RISE, OUT, FEW: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("few", "of_shares", "of_moments"),
-    [(False, 3e-7, 1.5e-6), (True, 1.2e-4, 3.6e-4)],
+    [(False, 3.6e-7, 1.8e-6), (True, 2.2e-4, 6.8e-4)],
     ids=["all digits", "few digits"],
 )
 def test_every_slope(few: bool, of_shares: float, of_moments: float) -> None:

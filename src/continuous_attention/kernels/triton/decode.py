@@ -24,7 +24,7 @@ def rows_of_group(Q, INTERVALS, q_h, LQ, S: tl.constexpr):
     exists = member < S.group
     lo, hi, sees = load_intervals(INTERVALS, row, exists)
     column = tl.arange(0, S.dim_padded)
-    place = member.to(tl.int64) * q_h + row * S.query_stride
+    place = member.to(tl.int64) * q_h + row.to(tl.int64) * S.query_stride
     q = tl.load(Q + place[:, None] + column[None, :], mask=sees[:, None] & (column < S.dim)[None, :], other=0.0)
     return q, (lo, hi, sees), exists
 
@@ -48,8 +48,8 @@ def split_kernel(
     limits = bounds(lo, hi, sees, LK)
     lo_min, lo_max, hi_min, hi_max = limits
     m = tl.full([S.block_m], LEAST, tl.float32)
-    z = tl.zeros([S.block_m], tl.float32)
-    acc = tl.zeros([S.block_m, S.value_dim_padded], tl.float32)
+    z = tl.full([S.block_m], 0.0, tl.float32)
+    acc = tl.full([S.block_m, S.value_dim_padded], 0.0, tl.float32)
 
     begin = split * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, tl.cdiv(hi_max - 1 - lo_min, STEP))
@@ -73,7 +73,7 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["intervals_b", "lengths_b", "ends_b", "LQ", "LK", "SPLITS"])
 def merge_kernel(
-    Q, K, V, INTERVALS, UNIT, START_KEY, START_VALUE, END_LENGTHS, SUMS, SCALES, OUT, LSE, REST, NORMALIZER,
+    Q, K, V, INTERVALS, START_KEY, START_VALUE, END_LENGTHS, SUMS, SCALES, OUT, LSE, REST, NORMALIZER,
     q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, ends_b, scale, start_length, end_length, LQ, LK, SPLITS,
     S: tl.constexpr, HAS_END: tl.constexpr,
 ):  # fmt: skip
@@ -87,10 +87,6 @@ def merge_kernel(
         START_VALUE += h * S.value_dim
     if END_LENGTHS is not None:
         end_length = tl.load(END_LENGTHS + b * ends_b + index % LQ, mask=exists, other=0.0)
-    unit = 0.0
-    if UNIT is not None:
-        longest = tl.load(UNIT + tl.where(lengths_b == 0, 0, b))
-        unit, start_length, end_length = tl.log2(longest), start_length / longest, end_length / longest
     V += b * v_b + h * v_h
     nodes = (K + b * k_b + h * k_h, V, None, LK)
     ends = (START_KEY, START_VALUE, start_length, end_length)
@@ -114,4 +110,4 @@ def merge_kernel(
         REST += first * S.value_dim
     if NORMALIZER is not None:
         NORMALIZER += first * 2
-    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, index, exists, seen, unit, S)
+    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, index, exists, seen, S)

@@ -5,9 +5,10 @@ In a tile the scores x, in base 2, become weights by chains.py and segment.py:
     p = 2^(x − m)      T, R = shares(x_i − x_{i−1}, p_{i−1}, p_i)      w_i = R_{i−1} + T_i − R_i      z += Σ T
 
 The reference m of a row is the largest score among a first sample of what it sees, and stays: rescaling would take an
-eighth of all instructions. Where a row outgrows it, all rows of the program are done again with a running maximum, as
-they are from the beginning where segments have lengths. Tiles that all rows see whole come first, then those that hold
-an end of somebody's interval; tiles that nobody sees are skipped.
+eighth of all instructions. Where a row outgrows it, all rows of the program are done again with a running maximum.
+Where segments have lengths the maximum runs from the beginning, over scores plus the logarithm of a length, so that
+weights stay near 1 in half precision. Tiles that all rows see whole come first, then those that hold an end of
+somebody's interval; tiles that nobody sees are skipped.
 
 What lies before the first visible node and after the last one (docs/math.md §4) stands apart from the tiles: it takes
 one score per query, found by gathering these nodes' keys.
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from continuous_attention.kernels.triton.chains import join, positions, split
 from continuous_attention.kernels.triton.rows import (
+    CEILING,
     LEAST,
     bounds,
     dot_rows,
@@ -42,14 +44,14 @@ def attend_to_ends(q, nodes, ends, seen, scale, reference, S: tl.constexpr, HAS_
     lo, hi, sees = seen
     first, last = lo.to(tl.int64), hi.to(tl.int64) - 1
     x_first = scale * dot_rows(q, load_rows(K, first, S.key_stride, sees, S.dim, S.dim_padded))
-    m = tl.maximum(reference, tl.where(start_length > 0, x_first, LEAST))
+    m = tl.maximum(reference, x_first + log2_of_length(start_length))
     x_start, x_last = x_first, x_first
     if START_KEY is not None:
         x_start = scale * dot_rows(q, load_vector(START_KEY, S.dim, S.dim_padded))
-        m = tl.maximum(m, x_start)
+        m = tl.maximum(m, x_start + log2_of_length(start_length))
     if HAS_END:
         x_last = scale * dot_rows(q, load_rows(K, last, S.key_stride, sees, S.dim, S.dim_padded))
-        m = tl.maximum(m, tl.where(end_length > 0, x_last, LEAST))
+        m = tl.maximum(m, x_last + log2_of_length(end_length))
 
     value = load_rows(V, first, S.value_stride, sees, S.value_dim, S.value_dim_padded).to(tl.float32)
     if START_KEY is not None:
@@ -68,12 +70,19 @@ def attend_to_ends(q, nodes, ends, seen, scale, reference, S: tl.constexpr, HAS_
 
 
 @triton.jit
-def has_length(LENGTHS, node, lo, hi, LK):
-    """Whether the segment before or after a node has length, within each query's interval."""
-    before = tl.load(LENGTHS + node, mask=(node >= 0) & (node < LK), other=0.0) > 0
-    after = tl.load(LENGTHS + node + 1, mask=(node >= -1) & (node < LK - 1), other=0.0) > 0
+def log2_of_length(length):
+    """How much a length adds to the score of what weighs that much; nothing weighs nothing."""
+    return tl.where(length > 0, tl.log2(length), LEAST / 2)
+
+
+@triton.jit
+def log2_of_extent(LENGTHS, node, lo, hi, LK):
+    """The same for a node: the longer of the segments before and after it that each query sees."""
+    before = log2_of_length(tl.load(LENGTHS + node, mask=(node >= 0) & (node < LK), other=0.0))[None, :]
+    after = log2_of_length(tl.load(LENGTHS + node + 1, mask=(node >= -1) & (node < LK - 1), other=0.0))[None, :]
     node = node[None, :]
-    return before[None, :] & (lo[:, None] < node) | after[None, :] & (node + 1 < hi[:, None])
+    before = tl.where(lo[:, None] < node, before, LEAST / 2)
+    return tl.maximum(before, tl.where(node + 1 < hi[:, None], after, LEAST / 2))
 
 
 @triton.jit
@@ -108,16 +117,16 @@ def attend_to_tile(
         sees = sees_node(node, lo, hi)
     if RUNNING:
         top = s * scale
+        if LENGTHS is not None:
+            top += log2_of_extent(LENGTHS, node, lo, hi, LK)
         if EDGE:
             top = tl.where(sees, top, LEAST)
-        if LENGTHS is not None:
-            top = tl.where(has_length(LENGTHS, node, lo, hi, LK), top, LEAST)
         rise = tl.maximum(m, tl.max(top, 1))
         fade = exp2(m - rise)
         m, z, acc = rise, z * fade, acc * fade[:, None]
     x = s * scale - m[:, None]
     if LENGTHS is not None:
-        x = tl.where(x > 0, 0.0, x)  # nodes without length may lie above; a NaN stays
+        x = tl.where(x > CEILING, CEILING, x)  # nodes without length may lie anywhere above; a NaN stays
     if EDGE:
         x = tl.where(sees, x, LEAST)
     p = exp2(x)
@@ -157,7 +166,7 @@ def largest_of_sample(q, nodes, seen, first, end, scale, S: tl.constexpr):
     lo, hi, sees = seen
     offset = tl.arange(0, S.block_n)
     node = first + offset
-    k = load_rows(K + first.to(tl.int64) * S.key_stride, offset, S.key_stride, node < end, S.dim, S.dim_padded)
+    k = load_rows(K, node.to(tl.int64), S.key_stride, node < end, S.dim, S.dim_padded)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     own = dot_rows(q, load_rows(K, lo.to(tl.int64), S.key_stride, sees, S.dim, S.dim_padded))
     return tl.maximum(own * scale, tl.max(tl.where(sees_node(node, lo, hi), s * scale, LEAST), 1))
@@ -198,7 +207,7 @@ def attend(
 
 
 @triton.jit
-def finish(state, V, OUT, LSE, REST, NORMALIZER, row, exists, seen, unit, S: tl.constexpr):
+def finish(state, V, OUT, LSE, REST, NORMALIZER, row, exists, seen, S: tl.constexpr):
     """Divide by z and write the results; the pointers are those of `row` 0. Without any length, the last visible value
     is the limit."""
     m, z, acc = state
@@ -210,7 +219,6 @@ def finish(state, V, OUT, LSE, REST, NORMALIZER, row, exists, seen, unit, S: tl.
     out = tl.where((sees & has_length)[:, None], out, limit.to(tl.float32))
     store_rows(OUT, row, out, exists, S.value_dim, S.value_dim_padded)
     z = tl.where(sees, z, 0.0) * LOG2E
-    m += unit
     tl.store(LSE + row, tl.where(z == 0, float("-inf"), (m + tl.log2(z)) * LN2), mask=exists)
     if NORMALIZER is not None:
         tl.store(NORMALIZER + row * 2, m, mask=exists)
@@ -222,7 +230,7 @@ def finish(state, V, OUT, LSE, REST, NORMALIZER, row, exists, seen, unit, S: tl.
 
 @triton.jit(do_not_specialize=["intervals_b", "lengths_b", "ends_b", "HQ", "LQ", "LK"])
 def forward_kernel(
-    Q, K, V, INTERVALS, LENGTHS, UNIT, START_KEY, START_VALUE, END_LENGTHS, OUT, LSE, REST, NORMALIZER,
+    Q, K, V, INTERVALS, LENGTHS, START_KEY, START_VALUE, END_LENGTHS, OUT, LSE, REST, NORMALIZER,
     q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, ends_b, scale, start_length, end_length, HQ, LQ, LK,
     S: tl.constexpr, HAS_END: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -238,14 +246,11 @@ def forward_kernel(
     if START_KEY is not None:
         START_KEY += h // S.group * S.dim
         START_VALUE += h // S.group * S.value_dim
-    unit = 0.0
     if LENGTHS is not None:
         LENGTHS += b * lengths_b
-        longest = tl.load(UNIT + tl.where(lengths_b == 0, 0, b))
-        unit, start_length, end_length = tl.log2(longest), start_length / longest, end_length / longest
     first = block.to(tl.int64) * S.block_m
     Q += b * q_b + h * q_h + first * S.query_stride
-    q = load_rows(Q, offset, S.query_stride, sees, S.dim, S.dim_padded)
+    q = load_rows(Q, offset.to(tl.int64), S.query_stride, sees, S.dim, S.dim_padded)
 
     V += b * v_b + h // S.group * v_h
     nodes = (K + b * k_b + h // S.group * k_h, V, LENGTHS, LK)
@@ -262,4 +267,4 @@ def forward_kernel(
         REST += first * S.value_dim
     if NORMALIZER is not None:
         NORMALIZER += first * 2
-    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, offset, exists, seen, unit, S)
+    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, offset, exists, seen, S)

@@ -5,6 +5,7 @@
 Shape legend: B batch, Hq query heads, Hkv key/value heads, Lq queries, Lk nodes, D and Dv head dims.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -58,12 +59,7 @@ def forward(
     batch, heads, query_length = lse.shape
     key_heads, key_length = key.shape[1:3]
     group = heads // key_heads
-    unit = None
-    if lengths is not None:
-        # In half precision a weight holds no more than 65504, so lengths are counted in units of the longest.
-        unit = lengths.amax(-1).clamp(min=torch.finfo(torch.float32).tiny) if key_length else lengths.new_ones(1)
-        lengths = lengths / unit[:, None]
-    nodes = query, key, value, intervals, lengths, unit
+    nodes = query, key, value, intervals, lengths
     ends = start_key, start_value, end_lengths
     results = out, lse, rest, normalizer
     strides = *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], _batch_stride(intervals)
@@ -84,7 +80,7 @@ def forward(
 
     def launch_splits(config: Config) -> None:
         rows = max(16, triton.next_power_of_2(group * query_length))
-        config = config._replace(block_m=rows)
+        config = config._replace(block_m=rows, block_n=max(config.block_n, 8 * config.warps))
         shape = shape_of(query, key, value, config)._replace(chains=4 * config.warps)
         tiles = triton.cdiv(key_length, shape.block_n - shape.chains)
         splits = min(triton.cdiv(key_length, NODES_PER_SPLIT), triton.cdiv(2 * processors(query), batch * key_heads))
@@ -94,11 +90,11 @@ def forward(
         scales = lse.new_empty((batch * key_heads, splits, rows, 2))
         options = {"num_warps": config.warps, **FUSION}
         split_kernel[(splits, key_heads, batch)](
-            *nodes[:5], sums, scales, *strides, numbers[0], query_length, key_length, tiles_per_split,
+            *nodes, sums, scales, *strides, numbers[0], query_length, key_length, tiles_per_split,
             S=shape, num_stages=config.stages, **options,
         )  # fmt: skip
         merge_kernel[(key_heads, batch)](
-            *nodes[:4], unit, *ends, sums, scales, *results, *strides, _batch_stride(end_lengths), *numbers,
+            *nodes[:4], *ends, sums, scales, *results, *strides, _batch_stride(end_lengths), *numbers,
             query_length, key_length, splits,
             S=shape, HAS_END=has_end, **options,
         )  # fmt: skip
@@ -132,14 +128,24 @@ def backward(
         (B, Hq, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), and where they are `wanted` lengths (B, Hkv, Lk), start_key
         (parts, Hkv, D), start_value (parts, Hkv, Dv) and end_lengths (B, Hq, Lq), to be added up.
     """
-    batch, heads, query_length = normalizer.shape[:3]
+    batch, heads, query_length = lse_shape = normalizer.shape[:3]
     key_heads, key_length, dim = key.shape[1:]
     value_dim, group = value.shape[3], heads // key_heads
     of_start, of_lengths, of_ends = wanted
     if key_length == 0 or normalizer.numel() == 0:
-        given = (True, query), (True, key), (True, value), (of_lengths, lengths)
-        given = *given, (of_start, start_key), (of_start, start_value), (of_ends, end_lengths)
-        return tuple(x.new_zeros(x.shape) if wanted and x is not None else None for wanted, x in given)
+        shapes = (batch, key_heads, key_length), (batch, key_heads, dim), (batch, key_heads, value_dim), lse_shape
+        parts = zip(shapes, (of_lengths, of_start, of_start, of_ends), strict=True)
+        none = [normalizer.new_zeros(shape) if asked else None for shape, asked in parts]
+        return *(x.new_zeros(x.shape) for x in (query, key, value)), *none
+    out, rest = out.contiguous(), None if rest is None else rest.contiguous()
+    gain = None
+    if query.dtype == torch.float16:
+        # dA is below twice this bound, and float16 holds 2^16; a power of two, so nothing is rounded.
+        bound = _largest(out_gradient) * _largest(value) * value_dim**0.5
+        if lse_gradient is not None:
+            bound = bound + _largest(lse_gradient.where(normalizer[..., 1] > 0, 0.0))
+        gain = torch.exp2(12 - torch.ceil(torch.log2(bound))).clamp(2.0**-100, 2.0**60)
+        gain = gain.where(bound.isfinite() & (bound > 0), 1.0).reshape(1)
     fused = adds_tiles(query) and not torch.are_deterministic_algorithms_enabled()
     strides = *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *out_gradient.stride()[:3]
 
@@ -150,7 +156,7 @@ def backward(
 
     def launch_rows(config: Config, rows: int) -> tuple[Any, ...]:
         """What stands apart from the tiles, with room for so many rows per head."""
-        config = config._replace(block_m=min(config.block_m, rows))
+        config = config._replace(block_m=math.gcd(config.block_m, rows))
         blocks = rows // config.block_m
         table = normalizer.new_empty((ROW_FIELDS, batch, heads, rows))
         d_query = normalizer.new_empty((batch, heads, rows, dim))
@@ -161,7 +167,7 @@ def backward(
         d_ends = normalizer.new_empty((batch, heads, query_length)) if of_ends else None
         rows_kernel[(blocks, heads, batch)](
             query, key, value, out, rest, normalizer, out_gradient, lse_gradient, intervals,
-            start_key, start_value, end_lengths, table, d_query, *parts, d_ends,
+            start_key, start_value, end_lengths, gain, table, d_query, *parts, d_ends,
             *strides, _batch_stride(intervals), _batch_stride(end_lengths),
             scale * LOG2E.value, start_length, end_length, batch * heads, heads, query_length, rows,
             S=shape_of(query, key, value, config), HAS_END=end_lengths is not None or end_length > 0,
@@ -170,7 +176,7 @@ def backward(
         return table, d_query, *(None if x is None else x.sum(2) for x in parts), d_ends
 
     def launch_nodes(config: Config) -> tuple[Any, ...]:
-        shape = shape_of(query, key, value, config)
+        shape = shape_of(query, key, value, config, out_gradient)
         step = shape.block_n - shape.chains
         tiles, rows = triton.cdiv(key_length, step), triton.cdiv(query_length, shape.block_m) * shape.block_m
         table, d_query, *ends = tuning.run(choices["rows"], query.device, lambda x: launch_rows(x, rows))
@@ -182,8 +188,9 @@ def backward(
         joints = [normalizer.new_empty((batch, key_heads, tiles * shape.chains, 2, size)) for size in (dim, value_dim)]
         d_lengths = normalizer.new_zeros((batch, key_heads, key_length)) if of_lengths else None
         nodes_kernel[(tiles, key_heads, batch)](
-            query, key, value, out_gradient, table, intervals, lengths, schedule, *gradients[1:], *joints, d_lengths,
-            d_query, add_by_tiles(d_query, shape.block_m, shape.dim_padded) if fused else None,
+            query, key, value, out_gradient, table, intervals, lengths, schedule, gain,
+            *gradients[1:], *joints, d_lengths, d_query,
+            add_by_tiles(d_query, shape.block_m, shape.dim_padded) if fused else None,
             *strides, _batch_stride(intervals), _batch_stride(lengths), scale * LOG2E.value,
             batch * heads, heads, query_length, key_length, rows, tiles,
             S=shape, FUSED=fused, num_warps=config.warps, num_stages=config.stages, **FUSION,
@@ -198,7 +205,7 @@ def backward(
         rows = d_query.shape[2]
         blocks = triton.cdiv(query_length, config.block_m)
         queries_kernel[(blocks, heads, batch)](
-            query, key, value, out_gradient, table, intervals, lengths, d_query, gradients[0],
+            query, key, value, out_gradient, table, intervals, lengths, d_query, gain, gradients[0],
             *strides, _batch_stride(intervals), _batch_stride(lengths), scale * LOG2E.value,
             batch * heads, heads, query_length, key_length, rows,
             S=shape_of(query, key, value, config), num_warps=config.warps, num_stages=config.stages, **FUSION,
@@ -207,16 +214,17 @@ def backward(
     with _on_device(query):
         table, d_query, d_lengths, *ends = tuning.run(choices["nodes"], query.device, launch_nodes)
         if fused:
-            torch.mul(d_query[:, :, :query_length], scale / KAPPA.value, out=gradients[0])
+            d_query = d_query[:, :, :query_length]
+            torch.mul(d_query if gain is None else d_query / gain, scale / KAPPA.value, out=gradients[0])
         else:
             tuning.run(choices["queries"], query.device, lambda config: launch_queries(config, table, d_query))
     return *gradients, d_lengths, *ends
 
 
-def shape_of(query: Tensor, key: Tensor, value: Tensor, config: Config) -> Shape:
+def shape_of(query: Tensor, key: Tensor, value: Tensor, config: Config, *others: Tensor) -> Shape:
     """What a call's kernels are compiled for: nothing of it depends on how many queries and nodes there are."""
     dim, value_dim = query.shape[3], value.shape[3]
-    offsets = [x.shape[2] * x.stride(2) for x in (query, key, value)]
+    offsets = [max(x.shape[2], 256) * x.stride(2) for x in (query, key, value, *others)]
     return Shape(
         group=query.shape[1] // key.shape[1],
         dim=dim,
@@ -233,6 +241,10 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, config: Config) -> Shape
         chains=4,
         stages=config.stages,
     )
+
+
+def _largest(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, math.inf).float()
 
 
 def _batch_stride(x: Tensor | None) -> int:

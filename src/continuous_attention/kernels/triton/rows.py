@@ -10,6 +10,7 @@ import triton.language as tl
 
 from continuous_attention.kernels.triton.segment import LN2, all_moments, exp2
 
+CEILING = tl.constexpr(100.0)  # of x for nodes without length, which may lie anywhere; their weights are 0 · 2^100
 LEAST = tl.constexpr(-(2.0**127))  # of scores that don't count: the reciprocal of a rise from it or to it is 0
 
 
@@ -24,7 +25,7 @@ class Shape(NamedTuple):
     query_stride: int  # from row to row
     key_stride: int
     value_stride: int
-    wide: bool  # offsets of nodes pass 2³¹
+    wide: bool  # offsets pass 2³¹
     few: bool  # half precision
     block_m: int  # queries and columns of a tile
     block_n: int
@@ -69,8 +70,9 @@ def dot_rows(a, b):
 @triton.jit
 def load_intervals(INTERVALS, row, exists):
     """[lo, hi) of each query, and whether it sees anything."""
-    lo = tl.load(INTERVALS + row * 2, mask=exists, other=0)
-    hi = tl.load(INTERVALS + row * 2 + 1, mask=exists, other=0)
+    place = INTERVALS + row.to(tl.int64) * 2
+    lo = tl.load(place, mask=exists, other=0)
+    hi = tl.load(place + 1, mask=exists, other=0)
     return lo, hi, exists & (lo < hi)
 
 

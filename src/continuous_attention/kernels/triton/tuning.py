@@ -162,7 +162,7 @@ def _time(call: Callable[[], Any], key: Key, config: Config, repeats: int) -> fl
         begin = time.perf_counter()
         try:
             call()
-        except (OutOfResources, RuntimeError):
+        except Exception:  # whatever a compiler says about a choice that it can't do
             return float("inf")
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
