@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 
 from continuous_attention import ops
 from continuous_attention.kernels.triton import launch, tuning
-from continuous_attention.kernels.triton.segment import LOG2E, exp2
+from continuous_attention.kernels.triton.segment import INTERPRETED, LOG2E, exp2
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LENGTH = 256
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--target", type=int, action="append", choices=(80, 90, 100), help="default: all three")
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     options = parser.parse_args()
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         parser.error("TRITON_INTERPRET is set, which compiles nothing; unset it")
     names = [name for name in CASES if options.only in name]
     if not names:

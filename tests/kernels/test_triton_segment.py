@@ -48,7 +48,7 @@ def kernel(RISE, OUT, FEW: tl.constexpr):
 )
 def test_every_slope(few: bool, of_shares: float, of_moments: float) -> None:
     found = torch.empty(5, COUNT.value)
-    kernel[(1,)](RISES, found, FEW=few)
+    kernel[(1,)](RISES, found, FEW=few)  # pyright: ignore[reportArgumentType, reportIndexIssue]
     ln2 = math.log(2)
     a1 = RISES.double().clamp(max=0) * ln2
     a0 = a1 - RISES.double() * ln2
