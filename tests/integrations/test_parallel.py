@@ -3,6 +3,7 @@
 transformers computes the loss in float32, so that is how near they come; everything else is float64 here.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -116,6 +117,7 @@ def test_batches_that_are_refused(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Tensor], error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr("continuous_attention.integrations.parallel.shard_sequence", lambda x, dim, **_: x)
+    monkeypatch.setattr("continuous_attention.integrations.parallel.Team", lambda _: SimpleNamespace(size=2))
     with pytest.raises(error, match=message):
         shard_batch(make_batch("plain") | changes)
 
