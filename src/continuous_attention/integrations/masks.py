@@ -32,7 +32,8 @@ def mask_intervals(**asked: Any) -> Tensor:
             device, and whatever else transformers gives its own mask functions.
 
     Returns:
-        What `mark` makes of the intervals (`mark_whole` where ranks share a sequence), or a boolean mask (B, 1, Lq, Lk), True = visible, where a row has a gap.
+        What `mark` makes of the intervals (`mark_whole` where ranks share a sequence), or a boolean mask
+        (B, 1, Lq, Lk), True = visible, where a row has a gap.
         Where each query sees just the nodes up to its own, and the last one all, a mask that `is_plainly_causal` knows.
 
     Raises:
@@ -118,8 +119,8 @@ def _of_whole(said: Whole, asked: dict[str, Any]) -> Tensor:
     queries, nodes = asked["q_length"], asked["kv_length"]
     if not queries == nodes == said.node.shape[1]:
         raise NotImplementedError(
-            f"a mask of {queries} queries and {nodes} nodes, where this rank has {said.node.shape[1]} tokens: caches and "
-            "other sequences can't be spread over ranks"
+            f"a mask of {queries} queries and {nodes} nodes, where this rank has {said.node.shape[1]} tokens: caches "
+            "and other sequences can't be spread over ranks"
         )
     left, right = _reach(asked["mask_function"])
     seen = iv.intersect(said.real, iv.around(said.node, left, right))

@@ -88,8 +88,8 @@ class Spread:
         routed = kwargs.get("output_router_logits")
         if getattr(module.config.get_text_config(), "output_router_logits", False) if routed is None else routed:
             raise NotImplementedError(
-                f"output_router_logits must be False in {self.name}: the loss of its routers isn't a sum over tokens, so "
-                "ranks can't share it"
+                f"output_router_logits must be False in {self.name}: the loss of its routers isn't a sum over tokens, "
+                "so ranks can't share it"
             )
         said = mask[:, 0, HEADER:]
         masks.whole, masks.whole_of = masks.Whole(said[..., :2], said[..., 2:4], said[..., 4]), module
@@ -258,8 +258,8 @@ def shard_batch(
 
     Args:
         batch: the whole batch, the same on every rank: input_ids (B, L) and, where wanted, attention_mask (B, L)
-            without holes, position_ids (B, L) (in causal models packed documents begin where they don't rise), labels (B, L) as
-            transformers wants them, times (L,) or (B, L) for `take_times`.
+            without holes, position_ids (B, L) (in causal models packed documents begin where they don't rise), labels
+            (B, L) as transformers wants them, times (L,) or (B, L) for `take_times`.
         group: as in `parallelize_context`.
         placement: as in `parallelize_context`.
 
@@ -268,8 +268,8 @@ def shard_batch(
         whole sequence; models hand it on as it is), and with labels also labels, shift_labels, num_items_in_batch.
 
     Raises:
-        ValueError: a shape is wrong, the mask has holes, the batch has something that can't be cut, or fewer tokens than
-            there are ranks.
+        ValueError: a shape is wrong, the mask has holes, the batch has something that can't be cut, or fewer
+            tokens than there are ranks.
         TypeError: a type or dtype is wrong.
     """
     if not isinstance(batch, Mapping):

@@ -367,8 +367,8 @@ def switch_to_continuous(
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     if any(RANKS in vars(module) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} works with other ranks since parallelize_context(model): call its handle's remove() "
-            "first, and parallelize_context again afterwards"
+            f"{type(model).__name__} works with other ranks since parallelize_context(model): call its handle's "
+            "remove() first, and parallelize_context again afterwards"
         )
     _check_layers("layers", layers)
     _check_boundary("boundary", boundary)
