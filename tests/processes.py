@@ -162,6 +162,23 @@ def call_autocast(group: dist.ProcessGroup, *arguments: Any) -> Tensor:
         return call_without_gradients(group, *arguments)
 
 
+def differentiate_twice(group: dist.ProcessGroup, arguments: dict[str, Tensor], name: str) -> bool:
+    """Whether the gradient of an argument has a gradient itself, and raise what its gradient raises."""
+    leaves = {of_leaf: x.clone().requires_grad_() for of_leaf, x in arguments.items()}
+    out = context_parallel_attention(**leaves, group=group, is_causal=True)
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out.sum(), leaves[name], create_graph=True)
+    if gradient.requires_grad:
+        torch.autograd.grad(gradient.square().sum(), leaves[name])
+    return gradient.requires_grad
+
+
+def shard_over_a_mesh_of_two_dims(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return shard_sequence(x, 0, group=init_device_mesh("cpu", (2, 2)))
+
+
 def shard(group: dist.ProcessGroup, x: Tensor, placement: str) -> Tensor:
     return shard_sequence(x, 0, group=group, placement=placement)
 
@@ -191,8 +208,9 @@ def tiny_model(
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = getattr(transformers, f"{family}Config")(**sizes, **heads, initializer_range=0.3, **config)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    head, dtype = config.pop("head", "ForCausalLM"), config.pop("dtype", torch.float64)
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **heads, "initializer_range": 0.3, **config})
+    model = getattr(transformers, family + head)(config).to(dtype)
     switch_to_continuous(model, layers=layers, boundary=boundary)
     for name, parameter in model.named_parameters():
         if "boundary" in name:
@@ -239,6 +257,31 @@ def run_spread(group: dist.ProcessGroup, batch: dict[str, Tensor]) -> Tensor:
     model = tiny_model()
     parallelize_context(model, group=group)
     return model(**batch).loss
+
+
+def logits_of_spread(group: dist.ProcessGroup, batch: dict[str, Tensor], how: dict[str, Any]) -> Tensor:
+    """The logits of a rank's part of the batch."""
+    model = tiny_model(**how).eval()
+    parallelize_context(model, group=group)
+    part = shard_batch(batch, group=group)
+    return model(**{name: part[name] for name in ("input_ids", "position_ids", "attention_mask")}).logits.detach()
+
+
+def cut_otherwise(group: dist.ProcessGroup, placement: str, whole_world: bool) -> None:
+    """A model and a batch that were spread in different ways."""
+    model = tiny_model()
+    parallelize_context(model, group=None if whole_world else group)
+    model(**shard_batch({"input_ids": torch.ones(1, 8).long()}, group=group, placement=placement), use_cache=False)
+
+
+def switch_while_spread(group: dist.ProcessGroup) -> None:
+    model = tiny_model()
+    parallelize_context(model, group=group)
+    switch_to_continuous(model)
+
+
+def shard_tokens(group: dist.ProcessGroup, batch: Any, placement: str) -> dict[str, Tensor]:
+    return shard_batch(batch, group=group, placement=placement)
 
 
 def stop_being_spread(group: dist.ProcessGroup, batch: dict[str, Tensor]) -> Tensor:

@@ -372,6 +372,23 @@ def test_unshard_sequence_puts_together_what_was_cut(ranks: Ranks, placement: st
         assert torch.equal(gradient, torch.full_like(own, 6.0))
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "times"])
+def test_gradients_of_gradients_are_refused(ranks: Ranks, name: str) -> None:
+    arguments = {**{of_leaf: torch.randn(1, 2, 4, 4) for of_leaf in ONE}, "times": torch.zeros(4)}
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        ranks.run(2, processes.differentiate_twice, arguments, name)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_an_empty_batch(ranks: Ranks, placement: str, backend: str) -> None:
+    for schedule in SCHEDULES:
+        leaves = {name: x[:0] for name, x in inputs().items()} | {"times": torch.zeros(0, LENGTH).double()}
+        how = {**GQA, "is_causal": True, "placement": placement, "schedule": schedule, "backend": backend}
+        whole = together(ranks, leaves, how, shares(LENGTH, LENGTH, 3, placement), torch.float32)
+        assert all(x.shape[0] == 0 for x in whole.values())
+
+
 # What is refused, on every rank with the same error
 
 ONE = {"query": torch.zeros(1, 2, 4, 4), "key": torch.zeros(1, 2, 4, 4), "value": torch.zeros(1, 2, 4, 4)}
@@ -471,6 +488,12 @@ def test_shards_that_dont_fit_together(ranks: Ranks) -> None:
         lambda: ranks.run(2, processes.unshard, each, 1), ValueError, ["x's shape without dim", "[4] (rank 1)"]
     )
     check_refused(lambda: ranks.run(2, processes.unshard, each, [1, 2]), ValueError, ["dim", "got 2", "rank 1"])
+    each = [torch.zeros(2, 3), torch.zeros(2, 3, requires_grad=True)]
+    check_refused(
+        lambda: ranks.run(2, processes.unshard, each, 1), ValueError, ["whether x has a gradient", "True (rank 1)"]
+    )
+    with pytest.raises(ValueError, match="group must be a device mesh with one dim, such as mesh"):
+        ranks.run(4, processes.shard_over_a_mesh_of_two_dims, torch.zeros(3))
     with pytest.raises(ValueError, match="Default process group"):
         shard_sequence(torch.zeros(3), 0)
     with pytest.raises(ValueError, match="Default process group"):

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from continuous_attention import functional, ops, reference
 from continuous_attention import intervals as iv
@@ -41,11 +40,13 @@ from continuous_attention.ranks import (
     Journey,
     Team,
     attempt,
+    differentiable_once,
     first_of,
     gather_runs,
     halos_of,
     numbers_of,
     runs_of,
+    tie_of,
 )
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ def context_parallel_attention(
         end_length=0.0 if isinstance(end_length, Tensor) else end_length,
         others={"rule": call.rule, "softcap": call.softcap} if call.kernels is None else {"kernels": call.kernels},
     )
-    out, lse = _ContextParallel.apply(query, key, value, start_key, start_value, call.arguments["lengths"], ends, plan)
+    leaves = query, key, value, start_key, start_value, call.arguments["lengths"], ends
+    out, lse = _ContextParallel.apply(*leaves, tie_of(*leaves), plan)
     return (out, lse) if return_lse else out
 
 
@@ -362,10 +364,11 @@ class _Plan(NamedTuple):
             **self.others,
         }
 
-    def split(self, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, Hkv, nodes, D) and values (B, Hkv, nodes, Dv) of a block, which has one dim."""
+    def split(self, block: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Keys (B, Hkv, nodes, D) and values (B, Hkv, nodes, Dv) of a rank's block, which has one dim or isn't here."""
         batch, heads, dim, value_dim = self.shape
-        nodes = block.numel() // max(1, batch * heads * (dim + value_dim))
+        is_here = len(block) == self.journey.sizes[rank]
+        nodes = sum(run.stop - first_of(run) for run in self.runs[rank]) if is_here else 0
         keys, values = block.split([batch * heads * nodes * dim, batch * heads * nodes * value_dim])
         return keys.view(batch, heads, nodes, dim), values.view(batch, heads, nodes, value_dim)
 
@@ -397,7 +400,7 @@ def _pack(plan: _Plan, key: Tensor, value: Tensor) -> Tensor:
 def _unpack_gradients(plan: _Plan, block: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values, from those of its block and of its nodes in others' halos."""
     rank = plan.journey.team.rank
-    nodes = torch.cat(plan.split(block), dim=-1)
+    nodes = torch.cat(plan.split(block, rank), dim=-1)
     places = [run.stop - first_of(run) for run in plan.runs[rank]]
     behind_halos = nodes.split(places, dim=2)
     runs = [x[:, :, run.start - first_of(run) :] for x, run in zip(behind_halos, plan.runs[rank], strict=True)]
@@ -469,13 +472,14 @@ class _ContextParallel(torch.autograd.Function):
         start_value: Tensor | None,
         lengths: Tensor | None,
         ends: Tensor | None,
+        tie: Tensor | None,
         plan: _Plan,
     ) -> tuple[Tensor, Tensor]:
         start = None if start_key is None or start_value is None else (start_key, start_value)
         own = _pack(plan, key, value)
         merged = _Merged(query, value.shape[3], plan.engine.BASE)
         for rank, block in plan.journey.visit(own):
-            keys, values = plan.split(block)
+            keys, values = plan.split(block, rank)
             for part in plan.parts[rank]:
                 ending, how = plan.stretch(part, start, lengths, ends)
                 nodes = query[:, :, part.rows], keys[:, :, part.nodes], values[:, :, part.nodes]
@@ -483,7 +487,7 @@ class _ContextParallel(torch.autograd.Function):
         exact, lse = merged.finish()
         out = exact.to(query.dtype)
         rest = None if out.dtype == exact.dtype else (exact - out).to(out.dtype)
-        ctx.plan = plan
+        ctx.plan, ctx.tie = plan, tie
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             query, own, start_key, start_value, lengths, ends, out, rest, merged.reference, merged.total
@@ -491,11 +495,11 @@ class _ContextParallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, own, start_key, start_value, lengths, ends, out, rest, log_peak, total = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        _, of_key, of_value, of_start_key, of_start_value, *of_lengths_and_ends, _ = ctx.needs_input_grad
+        _, of_key, of_value, of_start_key, of_start_value, *of_lengths_and_ends, _, _ = ctx.needs_input_grad
         wanted = (of_start_key or of_start_value, *of_lengths_and_ends)
         start = None if start_key is None else (start_key, start_value)
         out_gradient, lse_gradient = (
@@ -508,9 +512,9 @@ class _ContextParallel(torch.autograd.Function):
         sums = [None if x is None else torch.zeros_like(x, dtype=reference.accumulation_dtype(x.dtype)) for x in inputs]
         homeward = Homeward(plan.journey, total) if of_key or of_value else None
         for step, (rank, block) in enumerate(plan.journey.visit(own)):
-            keys, values = plan.split(block)
+            keys, values = plan.split(block, rank)
             of_block = torch.zeros_like(block, dtype=total.dtype)
-            of_keys, of_values = plan.split(of_block)
+            of_keys, of_values = plan.split(of_block, rank)
             for part in plan.parts[rank]:
                 ending, how = plan.stretch(part, start, lengths, ends)
                 rows, nodes = part.rows, part.nodes
@@ -547,5 +551,5 @@ class _ContextParallel(torch.autograd.Function):
                 dist.all_reduce(x, group=plan.journey.team.group)
         found = (of_query, *of_nodes, *of_start, of_lengths, of_ends)
         dtypes = (query.dtype,) * 3 + tuple(None if x is None else x.dtype for x in inputs[1:])
-        asked = zip(found, dtypes, ctx.needs_input_grad[:-1], strict=True)
-        return (*(x.to(dtype) if x is not None and needed else None for x, dtype, needed in asked), None)
+        asked = zip(found, dtypes, ctx.needs_input_grad[:-2], strict=True)
+        return (*(x.to(dtype) if x is not None and needed else None for x, dtype, needed in asked), None, None)

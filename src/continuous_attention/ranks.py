@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from continuous_attention.checks import check_choice, check_integer, dtype_name
 
@@ -79,6 +78,7 @@ def unshard_sequence(
     if error is None:
         others = [length for i, length in enumerate(x.shape) if i != dim % x.ndim]
         facts = {"dim": dim, "placement": placement, "x's shape without dim": others, "x's dtype": dtype_name(x.dtype)}
+        facts["whether x has a gradient"] = torch.is_grad_enabled() and x.requires_grad
     lengths = team.agree(facts, [x.shape[dim] if error is None else 0], error)
     return gather_runs(x, dim, team, runs_of([length for (length,) in lengths], placement))
 
@@ -90,6 +90,43 @@ def _check_sequence(x: Any, dim: Any, placement: Any) -> None:
     check_integer("dim", dim, -x.ndim)
     if dim >= x.ndim:
         raise ValueError(f"dim must be one of the {x.ndim} dims of x, got {dim}")
+
+
+# ---- Gradients that can't be differentiated again
+
+
+def tie_of(*tensors: Tensor | None) -> Tensor | None:
+    """Nothing that has a gradient, which comes from all of the tensors that have one; it keeps none of them alive."""
+    if not torch.is_grad_enabled():
+        return None
+    empty = [x[..., :0].double().flatten() for x in tensors if x is not None and x.requires_grad]
+    return torch.cat(empty) if empty else None
+
+
+def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """`backward` of a function whose ctx has the `tie` of its inputs: whoever differentiates its result hears that."""
+
+    def run(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        return tuple(None if x is None else _Once.apply(x, ctx.tie, *gradients) for x in found)
+
+    return run
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            "what ranks do together can be differentiated once; for derivatives of higher order call "
+            'continuous_attention with backend="reference" in one process'
+        )
 
 
 # ---- Who has which nodes
@@ -130,13 +167,13 @@ def halos_of(runs: list[list[range]]) -> list[Halo]:
 
 def gather_runs(x: Tensor, dim: int, team: Team, runs: list[list[range]]) -> Tensor:
     """The whole of a tensor that is spread along a dim; backward, the sum of all ranks' gradients of the own part."""
-    return _Gathered.apply(x, dim, team, runs)
+    return _Gathered.apply(x, tie_of(x), dim, team, runs)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, team: Team, runs: list[list[range]]) -> Tensor:
-        ctx.dim, ctx.team, ctx.runs = dim, team, runs
+    def forward(ctx: Any, x: Tensor, tie: Tensor | None, dim: int, team: Team, runs: list[list[range]]) -> Tensor:
+        ctx.tie, ctx.dim, ctx.team, ctx.runs = tie, dim, team, runs
         moved = x.movedim(dim, 0)
         others = moved.shape[1:]
         lengths = [sum(map(len, own)) for own in runs]
@@ -145,16 +182,16 @@ class _Gathered(torch.autograd.Function):
             work.wait()
         whole = x.new_empty((sum(lengths), *others))
         for own, block in zip(runs, blocks, strict=True):
-            whole[numbers_of(own, x.device)] = block.view(-1, *others) if others.numel() else block.view(0, *others)
+            whole[numbers_of(own, x.device)] = block.view(sum(map(len, own)), *others)
         return whole.movedim(0, dim)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradient = gradients[0].contiguous().clone()
         dist.all_reduce(gradient, group=ctx.team.group)
         own = gradient.index_select(ctx.dim, numbers_of(ctx.runs[ctx.team.rank], gradient.device))
-        return own, None, None, None
+        return own, None, None, None, None
 
 
 # ---- The ranks, and what they must agree on
@@ -172,6 +209,8 @@ class Team:
     """The ranks of a group, and the messages between them."""
 
     def __init__(self, group: Any) -> None:
+        if getattr(group, "ndim", 1) != 1:
+            raise ValueError(f"group must be a device mesh with one dim, such as mesh['cp'], got one with {group.ndim}")
         if hasattr(group, "get_group"):
             group = group.get_group()
         if group is not None and not isinstance(group, dist.ProcessGroup):

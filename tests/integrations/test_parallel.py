@@ -3,6 +3,7 @@
 transformers computes the loss in float32, so that is how near they come; everything else is float64 here.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -45,7 +46,8 @@ def assert_same(loss: float, gradients: dict[str, Tensor], wanted: tuple[float, 
     assert loss == pytest.approx(wanted[0], rel=8 * EPS)
     for name, gradient in wanted[1].items():
         # Sums over the tokens of terms that were rounded to float32 once.
-        torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=8 * EPS * float(gradient.abs().max()))
+        units = 8 if gradient.dtype == torch.float64 else 64
+        torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=units * EPS * float(gradient.abs().max()))
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -54,6 +56,13 @@ CHOICES: dict[str, dict[str, Any]] = {
     "odd layers, half": {"layers": "odd", "boundary": "half"},
     "softmax": {"layers": []},
     "Mistral with a window": {"family": "Mistral", "sliding_window": 4},
+    "a window in the mask only": {
+        "family": "Phimoe",
+        "num_local_experts": 2,
+        "sliding_window": 3,
+        "dtype": torch.float32,
+    },
+    "a window beside a plain mask": {"family": "Olmoe", "num_experts": 16, "sliding_window": 3, "dtype": torch.float32},
     "Gemma 2 with a softcap": {"family": "Gemma2", "sliding_window": 3, "head_dim": 4, "attn_logit_softcapping": 2.0},
 }
 
@@ -91,6 +100,68 @@ def test_a_batch_that_wasnt_cut_is_refused(ranks: Ranks) -> None:
         ranks.run(2, processes.run_spread, make_batch("plain"))
 
 
+ENCODER: dict[str, Any] = {"head": "ForMaskedLM", "num_key_value_heads": None}
+BERT = ENCODER | {"family": "Bert"}
+ROBERTA = ENCODER | {"family": "Roberta"}
+
+
+def test_labels_of_an_encoder_are_refused_and_its_logits_are_right(ranks: Ranks) -> None:
+    batch = make_batch("padded")
+    with pytest.raises(NotImplementedError, match="the loss of BertForMaskedLM isn't that of a causal language model"):
+        ranks.run(2, processes.train_spread, batch, "contiguous", "ring", BERT)
+    got = torch.cat(ranks.run(2, processes.logits_of_spread, batch, BERT), dim=1)
+    wanted = tiny_model(**BERT).eval()(batch["input_ids"], batch["attention_mask"]).logits
+    real = batch["attention_mask"] == 1
+    torch.testing.assert_close(got[real], wanted[real], rtol=0.0, atol=1e-12)
+
+
+def test_positions_that_the_whole_batch_says(ranks: Ranks) -> None:
+    batch = {"input_ids": torch.randint(3, VOCABULARY, (BATCH, LENGTH))}
+    with pytest.raises(NotImplementedError, match="RobertaForMaskedLM counts positions by ids"):
+        ranks.run(2, processes.logits_of_spread, batch, ROBERTA)
+    positions = torch.arange(2, LENGTH + 2).expand(BATCH, -1)
+    got = ranks.run(2, processes.logits_of_spread, {**batch, "position_ids": positions}, ROBERTA)
+    wanted = tiny_model(**ROBERTA).eval()(**batch).logits
+    torch.testing.assert_close(torch.cat(got, dim=1), wanted, rtol=0.0, atol=1e-12)
+    opt = {"family": "OPT", "num_key_value_heads": None, "ffn_dim": 24, "word_embed_proj_dim": 16}
+    got = ranks.run(2, processes.logits_of_spread, batch, opt)
+    torch.testing.assert_close(torch.cat(got, dim=1), tiny_model(**opt).eval()(**batch).logits, rtol=0.0, atol=1e-12)
+    padded = {**batch, "attention_mask": make_batch("padded")["attention_mask"]}
+    with pytest.raises(NotImplementedError, match="OPTForCausalLM counts positions by padding"):
+        ranks.run(2, processes.logits_of_spread, padded, opt)
+
+
+def test_another_group_or_placement(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="got placement='zigzag' and 2 ranks in shard_batch, placement='contiguous'"):
+        ranks.run(2, processes.cut_otherwise, "zigzag", False)
+    with pytest.raises(ValueError, match="and 3 ranks in shard_batch, placement='contiguous' and 4 ranks in parallel"):
+        ranks.run(3, processes.cut_otherwise, "contiguous", True)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_fewer_tokens_than_ranks(ranks: Ranks, placement: str) -> None:
+    with pytest.raises(ValueError, match="a token for each of the 3 ranks, got L=2"):
+        ranks.run(3, processes.shard_tokens, {"input_ids": torch.ones(1, 2).long()}, placement)
+    parts = ranks.run(3, processes.shard_tokens, {"input_ids": torch.ones(1, 3).long()}, placement)
+    assert [part["input_ids"].shape[1] for part in parts] == [1, 1, 1]
+
+
+def test_routers_are_refused(ranks: Ranks) -> None:
+    how = {"family": "Olmoe", "num_experts": 16, "output_router_logits": True, "dtype": torch.float32}
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False in OlmoeForCausalLM"):
+        ranks.run(2, processes.logits_of_spread, make_batch("plain"), how)
+
+
+def test_switching_a_spread_model(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"call its handle's remove\(\) first"):
+        ranks.run(2, processes.switch_while_spread)
+
+
+def test_a_batch_without_names() -> None:
+    with pytest.raises(TypeError, match="batch must be a mapping of names to tensors, got list"):
+        shard_batch([1])  # pyright: ignore[reportArgumentType]
+
+
 def test_remove(ranks: Ranks) -> None:
     batch = make_batch("plain")
     wanted, _ = alone(batch, {})
@@ -116,6 +187,7 @@ def test_batches_that_are_refused(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Tensor], error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr("continuous_attention.integrations.parallel.shard_sequence", lambda x, dim, **_: x)
+    monkeypatch.setattr("continuous_attention.integrations.parallel.Team", lambda _: SimpleNamespace(size=2))
     with pytest.raises(error, match=message):
         shard_batch(make_batch("plain") | changes)
 

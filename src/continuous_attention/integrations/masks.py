@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +32,16 @@ def mask_intervals(**asked: Any) -> Tensor:
             device, and whatever else transformers gives its own mask functions.
 
     Returns:
-        What `mark` makes of the intervals, or a boolean mask (B, 1, Lq, Lk), True = visible, where a row has a gap.
+        What `mark` makes of the intervals (`mark_whole` where ranks share a sequence), or a boolean mask
+        (B, 1, Lq, Lk), True = visible, where a row has a gap.
         Where each query sees just the nodes up to its own, and the last one all, a mask that `is_plainly_causal` knows.
 
     Raises:
-        NotImplementedError: the model doesn't ask transformers' attention interface.
+        NotImplementedError: the model doesn't ask transformers' attention interface, or ranks can't share this mask.
         RuntimeError: a row has a gap, found while compiled code runs.
     """
+    if whole is not None:
+        return _of_whole(whole, asked)
     if torch.compiler.is_compiling():
         intervals, contiguous = iv.of_mask(_dense(asked)[:, 0])
         torch.ops.aten._assert_async.msg(contiguous, "compiled continuous attention can't follow a mask that has gaps")
@@ -95,6 +98,59 @@ def unmark_whole(mask: Tensor, query_length: int) -> Tensor | None:
     if mask.dtype != torch.int64 or mask.shape[-2:] != (query_length + 2, 2):
         return None
     return mask[:, 0, 2:]
+
+
+class Whole(NamedTuple):
+    """What a batch says about this rank's queries; all nodes are those of the whole sequence."""
+
+    real: Tensor  # (B, Lq, 2), the nodes that aren't padding
+    documents: Tensor  # (B, Lq, 2), those of the query's document, for causal layers
+    node: Tensor  # (B, Lq), the query's own
+
+
+# While a model that works with other ranks runs: what its batch says. `mask_intervals` cuts its masks by it.
+whole: Whole | None = None
+whole_of: Any = None  # the model
+
+
+@torch.compiler.disable
+def _of_whole(said: Whole, asked: dict[str, Any]) -> Tensor:
+    """What `mark_whole` makes of the intervals, from the mask function that a model asked for on one rank."""
+    queries, nodes = asked["q_length"], asked["kv_length"]
+    if not queries == nodes == said.node.shape[1]:
+        raise NotImplementedError(
+            f"a mask of {queries} queries and {nodes} nodes, where this rank has {said.node.shape[1]} tokens: caches "
+            "and other sequences can't be spread over ranks"
+        )
+    left, right = _reach(asked["mask_function"])
+    seen = iv.intersect(said.real, iv.around(said.node, left, right))
+    return mark_whole(iv.intersect(seen, said.documents) if right == 0 else seen)
+
+
+def _reach(function: Callable[..., Any]) -> tuple[int | None, int | None]:
+    """How many nodes before and behind its own a query sees by a mask function of transformers, None for all of them.
+
+    Documents aren't looked at: `Whole` says them.
+    """
+    name, held = _name_and_closure(function)
+    if name == "causal_mask_function":
+        return None, 0
+    if name in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+        return None, None
+    if name == "sliding_window_overlay":
+        return held["sliding_window"] - 1, None
+    if name == "sliding_window_bidirectional_overlay":
+        return held["sliding_window"], held["sliding_window"]
+    if name == "remap_positions_for_packed_sequence":
+        return _reach(held["mask_function"])
+    if name == "and_masks":
+        ways = zip(*map(_reach, held["mask_functions"]), strict=True)
+        left, right = (min((x for x in way if x is not None), default=None) for way in ways)
+        return left, right
+    raise NotImplementedError(
+        f"a mask by {name or getattr(function, '__qualname__', function)} can't be spread over ranks: only causal and "
+        "bidirectional ones and sliding windows can"
+    )
 
 
 def is_plainly_causal(mask: Tensor, query_length: int) -> bool:

@@ -156,7 +156,7 @@ def attention_forward(
         )
         result = continuous_attention(*nodes, mask, is_causal=causal, enable_gqa=True, intervals=intervals, **how)
     else:
-        result = spread.attend(module, nodes, attention_mask, is_causal=causal, window=sliding_window, **how)
+        result = spread.attend(module, nodes, attention_mask, **how)
     if isinstance(result, Tensor):
         out = result
     else:
@@ -365,6 +365,11 @@ def switch_to_continuous(
     register_transformers()
     if not hasattr(model, "set_attn_implementation"):
         raise TypeError(f"model must be a transformers.PreTrainedModel, got {type(model).__name__}")
+    if any(RANKS in vars(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} works with other ranks since parallelize_context(model): call its handle's "
+            "remove() first, and parallelize_context again afterwards"
+        )
     _check_layers("layers", layers)
     _check_boundary("boundary", boundary)
     configs = _configs(model)
