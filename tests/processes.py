@@ -215,6 +215,8 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         if "boundary" in name:
             torch.nn.init.normal_(parameter)
+    if family == "Phimoe":
+        model.eval()  # its routers draw at random in training
     if checkpoints:
         model.train().activation_checkpointing_enable()
     return model
