@@ -123,7 +123,7 @@ def test_positions_that_the_whole_batch_says(ranks: Ranks) -> None:
     got = ranks.run(2, processes.logits_of_spread, {**batch, "position_ids": positions}, ROBERTA)
     wanted = tiny_model(**ROBERTA).eval()(**batch).logits
     torch.testing.assert_close(torch.cat(got, dim=1), wanted, rtol=0.0, atol=1e-12)
-    opt = {"family": "OPT", "num_key_value_heads": None, "ffn_dim": 24, "word_embed_proj_dim": 16}
+    opt: dict[str, Any] = {"family": "OPT", "num_key_value_heads": None, "ffn_dim": 24, "word_embed_proj_dim": 16}
     got = ranks.run(2, processes.logits_of_spread, batch, opt)
     torch.testing.assert_close(torch.cat(got, dim=1), tiny_model(**opt).eval()(**batch).logits, rtol=0.0, atol=1e-12)
     padded = {**batch, "attention_mask": make_batch("padded")["attention_mask"]}

@@ -41,7 +41,7 @@ def mask_intervals(**asked: Any) -> Tensor:
         RuntimeError: a row has a gap, found while compiled code runs.
     """
     if whole is not None:
-        return _of_whole(whole, asked)
+        return whole(asked)
     if torch.compiler.is_compiling():
         intervals, contiguous = iv.of_mask(_dense(asked)[:, 0])
         torch.ops.aten._assert_async.msg(contiguous, "compiled continuous attention can't follow a mask that has gaps")
@@ -108,13 +108,12 @@ class Whole(NamedTuple):
     node: Tensor  # (B, Lq), the query's own
 
 
-# While a model that works with other ranks runs: what its batch says. `mask_intervals` cuts its masks by it.
-whole: Whole | None = None
+# While a model that works with other ranks runs: `cut_whole` with what its batch says, which makes its masks.
+whole: Callable[[dict[str, Any]], Tensor] | None = None
 whole_of: Any = None  # the model
 
 
-@torch.compiler.disable
-def _of_whole(said: Whole, asked: dict[str, Any]) -> Tensor:
+def cut_whole(said: Whole, asked: dict[str, Any]) -> Tensor:
     """What `mark_whole` makes of the intervals, from the mask function that a model asked for on one rank."""
     queries, nodes = asked["q_length"], asked["kv_length"]
     if not queries == nodes == said.node.shape[1]:

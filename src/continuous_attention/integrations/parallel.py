@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,7 @@ class Spread:
     schedule: str
     placement: str
     attention: Callable[..., Any]  # `context_parallel_attention`, which compiled code calls without looking into it
+    cut: Callable[..., Tensor]  # `masks.cut_whole`, in the same way
     name: str  # of the model
     counts: str  # what positions that aren't given follow from: "order" (0, 1, 2, …), "padding" or "ids"
     sums_labels: bool  # whether its loss is that of a causal language model
@@ -54,7 +55,6 @@ class Spread:
         """The ranks stay the same when a model is copied."""
         return self
 
-    @torch.compiler.disable
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the model runs: take the attention_mask that `shard_batch` made, which is then in `masks.whole`.
 
@@ -92,10 +92,10 @@ class Spread:
                 "so ranks can't share it"
             )
         said = mask[:, 0, HEADER:]
-        masks.whole, masks.whole_of = masks.Whole(said[..., :2], said[..., 2:4], said[..., 4]), module
+        whole = masks.Whole(said[..., :2], said[..., 2:4], said[..., 4])
+        masks.whole, masks.whole_of = partial(self.cut, whole), module
         return args, {**kwargs, "attention_mask": None}
 
-    @torch.compiler.disable
     def leave(self, module: Any, *_: Any) -> None:
         """After the model ran, or failed."""
         if masks.whole_of is module:
@@ -205,6 +205,7 @@ def parallelize_context(
         schedule,
         placement,
         torch.compiler.disable(context_parallel_attention),
+        torch.compiler.disable(masks.cut_whole),
         name,
         counts=min(map(_counts, {type(module) for module in model.modules()}), key=("ids", "padding", "order").index),
         sums_labels=_sums_labels(model),
@@ -213,8 +214,8 @@ def parallelize_context(
     for module in model.modules():
         setattr(module, RANKS, spread)
     for part in parts:
-        hooks.append(part.register_forward_pre_hook(spread.enter, with_kwargs=True))
-        hooks.append(part.register_forward_hook(spread.leave, always_call=True))
+        hooks.append(part.register_forward_pre_hook(torch.compiler.disable(spread.enter), with_kwargs=True))
+        hooks.append(part.register_forward_hook(torch.compiler.disable(spread.leave), always_call=True))
     return Handle(model, hooks)
 
 
