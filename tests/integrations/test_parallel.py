@@ -101,8 +101,8 @@ def test_a_batch_that_wasnt_cut_is_refused(ranks: Ranks) -> None:
 
 
 ENCODER: dict[str, Any] = {"head": "ForMaskedLM", "num_key_value_heads": None}
-BERT = ENCODER | {"family": "Bert"}
-ROBERTA = ENCODER | {"family": "Roberta"}
+BERT: dict[str, Any] = ENCODER | {"family": "Bert"}
+ROBERTA: dict[str, Any] = ENCODER | {"family": "Roberta"}
 
 
 def test_labels_of_an_encoder_are_refused_and_its_logits_are_right(ranks: Ranks) -> None:

@@ -46,7 +46,7 @@ class Spread:
     schedule: str
     placement: str
     attention: Callable[..., Any]  # `context_parallel_attention`, which compiled code calls without looking into it
-    cut: Callable[..., Tensor]  # `masks.cut_whole`, in the same way
+    cut: Callable[..., Any]  # `masks.cut_whole`, in the same way
     name: str  # of the model
     counts: str  # what positions that aren't given follow from: "order" (0, 1, 2, …), "padding" or "ids"
     sums_labels: bool  # whether its loss is that of a causal language model
