@@ -223,10 +223,8 @@ class Row:
 
     name: str
     milliseconds: float
-    softmax: str  # which back end
-    ratio: float
-    low: float
-    high: float
+    softmax: str | None  # which back end, if one can do it
+    ratios: tuple[float, float, float] | None  # median, lowest and highest
     rate: float
     unit: str
 
@@ -255,19 +253,11 @@ def compare(name: str, ours: Call, softmax: dict[str, Call], amount: float, unit
     for _ in range(sizes.repeats):
         for who, call in calls.items():
             taken[who].append(seconds(call, sizes.device))
-    fastest = min(softmax, key=lambda who: statistics.median(taken[who]), default="ours")
-    ratios = sorted(b / a for a, b in zip(taken["ours"], taken[fastest], strict=True))
+    fastest = min(softmax, key=lambda who: statistics.median(taken[who]), default=None)
+    ratios = sorted(b / a for a, b in zip(taken["ours"], taken[fastest], strict=True)) if fastest else []
+    spread = (statistics.median(ratios), ratios[0], ratios[-1]) if ratios else None
     ours_takes = statistics.median(taken["ours"])
-    return Row(
-        name,
-        ours_takes * 1e3,
-        fastest if softmax else "none runs this",
-        statistics.median(ratios),
-        ratios[0],
-        ratios[-1],
-        amount / ours_takes,
-        unit,
-    )
+    return Row(name, ours_takes * 1e3, fastest, spread, amount / ours_takes, unit)
 
 
 def softmax_calls(make: Callable[[], Call], sizes: Sizes) -> dict[str, Call]:
@@ -387,7 +377,9 @@ def verdict(rows: list[Row]) -> list[str]:
     for name, target in TARGETS.items():
         words = name.split(", ")
         ratios = [
-            row.ratio for row in rows if row.name.startswith(words[0]) and all(f"{x}," in row.name for x in words[1:])
+            row.ratios[0]
+            for row in rows
+            if row.ratios and row.name.startswith(words[0]) and all(f"{x}," in row.name for x in words[1:])
         ]
         if ratios:
             reached = sum(ratio >= target for ratio in ratios)
@@ -398,10 +390,11 @@ def verdict(rows: list[Row]) -> list[str]:
 
 def print_row(row: Row) -> None:
     """A line of the table."""
-    cells = (
-        f"{row.milliseconds:9.3f} ms  {row.rate:8.1f} {row.unit:8}  {row.ratio:5.2f} ({row.low:.2f} – {row.high:.2f})"
-    )
-    print(f"{row.name:52}{cells}  {row.softmax}", flush=True)
+    cells = f"{row.milliseconds:9.3f} ms  {row.rate:8.1f} {row.unit:8}"
+    if row.ratios:
+        middle, low, high = row.ratios
+        cells += f"  {middle:5.2f} ({low:.2f} – {high:.2f})  {row.softmax}"
+    print(f"{row.name:52}{cells}", flush=True)
 
 
 def run_all(found: list[Job], sizes: Sizes) -> dict[str, float]:

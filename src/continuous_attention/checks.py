@@ -214,6 +214,23 @@ def check_cu_seqlens(
         raise ValueError(f"{max_name} must be at least the longest document {int(steps.max())}, got {max_seqlen}")
 
 
+def check_documents(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    totals: tuple[int, int],
+    device: torch.device,
+    max_seqlens: tuple[int | None, int | None] = (None, None),
+) -> None:
+    """The ends of packed documents in so many queries and nodes."""
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlens[0], totals[0], device)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlens[1], totals[1], device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must count the same documents, got {len(cu_seqlens_q) - 1} and "
+            f"{len(cu_seqlens_k) - 1}"
+        )
+
+
 def dtype_name(dtype: torch.dtype | torch.layout) -> str:
     """A dtype or layout as users write it, without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -27,7 +27,7 @@ from continuous_attention import functional, ops, reference
 from continuous_attention import intervals as iv
 from continuous_attention.checks import (
     check_choice,
-    check_cu_seqlens,
+    check_documents,
     check_flag,
     check_qkv,
     check_times,
@@ -186,13 +186,7 @@ def context_parallel_attention(
         what: dict[str, Any] = {"seen": iv.everything(total_k, query.device), "position": own[None] + total_k - total_q}
         if cu_seqlens_q is not None:
             of_nodes = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", None, total_q, query.device)
-            check_cu_seqlens("cu_seqlens_k", of_nodes, "max_seqlen_k", None, total_k, query.device)
-            if cu_seqlens_q.shape != of_nodes.shape:
-                raise ValueError(
-                    f"cu_seqlens_q and cu_seqlens_k must count the same documents, got {len(cu_seqlens_q) - 1} and "
-                    f"{len(of_nodes) - 1}"
-                )
+            check_documents(cu_seqlens_q, of_nodes, (total_q, total_k), query.device)
             what["seen"], what["position"] = iv.of_documents(cu_seqlens_q, of_nodes, own)
             what["origin"] = what["seen"][..., 0]
         elif cu_seqlens_k is not None:

@@ -16,7 +16,7 @@ from continuous_attention import ops, path, quadrature, reference
 from continuous_attention.checks import (
     FLOATS,
     check_choice,
-    check_cu_seqlens,
+    check_documents,
     check_dropout,
     check_flag,
     check_heads,
@@ -225,13 +225,7 @@ def continuous_attention_varlen(
     check_qkv(q, k, v, names, "tokens, heads, head dim")
     q, k, v = unify_dtypes(names, q, k, v)
     check_heads(q.shape[1], k.shape[1], enable_gqa=True)
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, len(q), q.device)
-    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, len(k), q.device)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must count the same documents, got {len(cu_seqlens_q) - 1} and "
-            f"{len(cu_seqlens_k) - 1}"
-        )
+    check_documents(cu_seqlens_q, cu_seqlens_k, (len(q), len(k)), q.device, (max_seqlen_q, max_seqlen_k))
     seen, position = iv.of_documents(cu_seqlens_q, cu_seqlens_k, len(q))
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     call = resolve(

@@ -45,6 +45,16 @@ KAPPA = tl.constexpr(LN2.value**2 / 4)
 ROW_FIELDS = 7  # of ROWS: reference, mean, weight and dA of the first and of the last visible node, rest of reference
 
 
+@triton.jit
+def load_gain(GAIN):
+    """The gain of float16, or None, and KAPPA times it."""
+    if GAIN is None:
+        return None, KAPPA
+    else:
+        gain = tl.load(GAIN)
+        return gain, KAPPA * gain
+
+
 @triton.jit(do_not_specialize=["intervals_b", "ends_b", "HEADS", "HQ", "LQ", "LQ_PAD"])
 def rows_kernel(
     Q, K, V, OUT, REST, NORMALIZER, OUT_GRADIENT, LSE_GRADIENT, INTERVALS, START_KEY, START_VALUE, END_LENGTHS,
@@ -131,10 +141,8 @@ def rows_kernel(
     tl.store(ROWS + 3 * plane, a_first)
     tl.store(ROWS + 4 * plane, w_last)
     tl.store(ROWS + 5 * plane, a_last)
-    by_gain = KAPPA
-    if GAIN is not None:
-        by_gain = KAPPA * tl.load(GAIN)
-    store_rows(QUERY_GRADIENT + head * LQ_PAD * S.dim, place, d_q * by_gain, row >= 0, S.dim, S.dim_padded)
+    _, kappa = load_gain(GAIN)
+    store_rows(QUERY_GRADIENT + head * LQ_PAD * S.dim, place, d_q * kappa, row < LQ_PAD, S.dim, S.dim_padded)
 
 
 @triton.jit(do_not_specialize=["intervals_b", "LQ", "tiles"])
@@ -163,9 +171,7 @@ def schedule_kernel(
         full_first = tl.minimum(full_first, tl.min(tl.where(whole, block, blocks), 0))
         full_last = tl.maximum(full_last, tl.max(tl.where(whole, block + 1, 0), 0))
         count += tl.sum(whole.to(tl.int32), 0)
-    if count != full_last - full_first:
-        full_first, full_last = first, first
-    if count == 0:
+    if count != full_last - full_first:  # nor where there are none
         full_first, full_last = first, first
     SCHEDULE += (b * tiles + tile) * 4
     tl.store(SCHEDULE, first)
@@ -183,7 +189,7 @@ def gradients_of_tile(
     lo,
     hi,
     of_row,
-    gain,
+    gains,
     scale,
     LK,
     S: tl.constexpr,
@@ -204,9 +210,7 @@ def gradients_of_tile(
     p = exp2(x)
     xs, ps = split(x, S.block_m, S.chains, R // 2), split(p, S.block_m, S.chains, R // 2)
     gs = split(d_w, S.block_m, S.chains, R // 2)
-    kappa = KAPPA
-    if gain is not None:
-        kappa = KAPPA * gain
+    gain, kappa = gains
     mean = (mean * kappa)[:, None]
     chain = first + tl.arange(0, S.chains) * (R - 1)
     weights, gradients, lengths = (), (), (ps[0] * 0.0,)
@@ -251,7 +255,7 @@ def gradients_of_tile(
 @triton.jit
 def nodes_block(
     k, v, Q, OUT_GRADIENT, ROWS, INTERVALS, LENGTHS, QUERY_GRADIENT, DESCRIPTOR, first, block, row_of_head, plane,
-    d_k, d_v, d_length, gain, scale, LQ, LK, G_STRIDE: tl.constexpr,
+    d_k, d_v, d_length, gains, scale, LQ, LK, G_STRIDE: tl.constexpr,
     S: tl.constexpr, EDGE: tl.constexpr, FUSED: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries gives to a tile of nodes, and the tile to it."""
@@ -270,7 +274,7 @@ def nodes_block(
         of_row = (reference, tl.load(ROWS + 6 * plane.to(tl.int64) + begin + index), mean)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     d_w = tl.dot(d_out, tl.trans(v), input_precision="ieee")
-    w, d_s, of_lengths = gradients_of_tile(s, d_w, LENGTHS, first, lo, hi, of_row, gain, scale, LK, S, EDGE, LENGTH)
+    w, d_s, of_lengths = gradients_of_tile(s, d_w, LENGTHS, first, lo, hi, of_row, gains, scale, LK, S, EDGE, LENGTH)
     if FUSED:  # without what is added below: `rows_kernel` gave that to dQ
         d_q = tl.dot(d_s.to(k.dtype), k, input_precision="ieee")
         if DESCRIPTOR is not None:
@@ -283,9 +287,7 @@ def nodes_block(
         # A node that stands in two columns gets what belongs to it as an end in the first of them.
         node = tl.where(position < S.block_n // S.chains - 1, first + offset, -2)[None, :]
         at_first, at_last = node == lo[:, None], node == hi[:, None] - 1
-        kappa = KAPPA
-        if gain is not None:
-            kappa = KAPPA * gain
+        _, kappa = gains
         ENDS = ROWS + 2 * plane.to(tl.int64) + begin + index
         w_first, a_first = tl.load(ENDS), tl.load(ENDS + plane) * kappa
         ENDS += 2 * plane.to(tl.int64)
@@ -334,11 +336,7 @@ def nodes_kernel(
     d_k = tl.full([S.block_n, S.dim_padded], 0.0, tl.float32)
     d_v = tl.full([S.block_n, S.value_dim_padded], 0.0, tl.float32)
     d_length = tl.full([S.block_n], 0.0, tl.float32)
-    gain = None
-    by_gain = KAPPA
-    if GAIN is not None:
-        gain = tl.load(GAIN)
-        by_gain = KAPPA * gain
+    gains = load_gain(GAIN)
     plane = HEADS * LQ_PAD  # of one field of ROWS; all of them may pass 2³¹
     for member in tl.range(0, S.group, num_stages=1):
         q_h_here = h * S.group + member
@@ -350,16 +348,16 @@ def nodes_kernel(
         for block in tl.range(full_from, full_to, num_stages=S.stages):
             d_k, d_v, d_length = nodes_block(
                 k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head,
-                plane, d_k, d_v, d_length, gain, scale, LQ, LK, G_STRIDE, S, False, FUSED, LENGTH,
+                plane, d_k, d_v, d_length, gains, scale, LQ, LK, G_STRIDE, S, False, FUSED, LENGTH,
             )  # fmt: skip
         for i in tl.range(from_, to - (full_to - full_from), num_stages=1):
             block = tl.where(i < full_from, i, i + (full_to - full_from))
             d_k, d_v, d_length = nodes_block(
                 k, v, OF_QUERY, OF_OUT, OF_ROWS, INTERVALS, LENGTHS, OF_GRADIENT, DESCRIPTOR, first, block, row_of_head,
-                plane, d_k, d_v, d_length, gain, scale, LQ, LK, G_STRIDE, S, True, FUSED, LENGTH,
+                plane, d_k, d_v, d_length, gains, scale, LQ, LK, G_STRIDE, S, True, FUSED, LENGTH,
             )  # fmt: skip
 
-    d_k *= scale * LN2 / by_gain
+    d_k *= scale * LN2 / gains[1]
     R: tl.constexpr = S.block_n // S.chains
     inside = (position > 0) & (position < R - 1) & (node < LK)
     chain = tl.arange(0, S.block_n) // 2 % S.chains
@@ -371,7 +369,7 @@ def nodes_kernel(
     store_rows(KEY_SHARED, shared, d_k, ends, S.dim, S.dim_padded)
     store_rows(VALUE_SHARED, shared, d_v, ends, S.value_dim, S.value_dim_padded)
     if LENGTH:
-        tl.store(LENGTH_PARTS + key_head * LK + node, d_length / by_gain, mask=(position > 0) & (node < LK))
+        tl.store(LENGTH_PARTS + key_head * LK + node, d_length / gains[1], mask=(position > 0) & (node < LK))
 
 
 @triton.jit(do_not_specialize=["intervals_b", "lengths_b", "HEADS", "HQ", "LQ", "LK", "LQ_PAD"])
@@ -397,11 +395,7 @@ def queries_kernel(
     d_out = load_rows(OUT_GRADIENT + b * g_b + h * g_h, place, G_STRIDE, sees, S.value_dim, S.value_dim_padded)
     reference, mean = tl.load(ROWS + head * LQ_PAD + row), tl.load(ROWS + (HEADS + head) * LQ_PAD + row)
     rest_of_reference = tl.load(ROWS + (6 * HEADS.to(tl.int64) + head) * LQ_PAD + row)
-    gain = None
-    by_gain = KAPPA
-    if GAIN is not None:
-        gain = tl.load(GAIN)
-        by_gain = KAPPA * gain
+    gains = load_gain(GAIN)
     d_q = load_rows(SUM + head * LQ_PAD * S.dim, place, S.dim, exists, S.dim, S.dim_padded)
 
     limits = bounds(lo, hi, sees, LK)
@@ -410,15 +404,15 @@ def queries_kernel(
     before, full = full_tiles(lo_min, lo_max, hi_min, STEP)
     for i in tl.range(0, full, num_stages=S.stages):
         first = lo_min + (before + i) * STEP
-        d_q = queries_tile(q, d_out, nodes, seen, limits, of_row, gain, first, scale, d_q, S, False)
+        d_q = queries_tile(q, d_out, nodes, seen, limits, of_row, gains, first, scale, d_q, S, False)
     for i in tl.range(0, tl.cdiv(hi_max - 1 - lo_min, STEP) - full, num_stages=1):
         first = lo_min + tl.where(i < before, i, i + full) * STEP
-        d_q = queries_tile(q, d_out, nodes, seen, limits, of_row, gain, first, scale, d_q, S, True)
-    store_rows(QUERY_GRADIENT + head * LQ * S.dim, place, d_q * (scale * LN2 / by_gain), exists, S.dim, S.dim_padded)
+        d_q = queries_tile(q, d_out, nodes, seen, limits, of_row, gains, first, scale, d_q, S, True)
+    store_rows(QUERY_GRADIENT + head * LQ * S.dim, place, d_q * (scale * LN2 / gains[1]), exists, S.dim, S.dim_padded)
 
 
 @triton.jit
-def queries_tile(q, d_out, nodes, seen, limits, of_row, gain, first, scale, d_q, S: tl.constexpr, EDGE: tl.constexpr):
+def queries_tile(q, d_out, nodes, seen, limits, of_row, gains, first, scale, d_q, S: tl.constexpr, EDGE: tl.constexpr):
     """What a tile of nodes gives to a block of queries."""
     K, V, LENGTHS, LK = nodes
     lo, hi, _ = seen
@@ -431,5 +425,5 @@ def queries_tile(q, d_out, nodes, seen, limits, of_row, gain, first, scale, d_q,
     v = load_rows(V, place, S.value_stride, wanted, S.value_dim, S.value_dim_padded)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     d_w = tl.dot(d_out, tl.trans(v), input_precision="ieee")
-    _, d_s, _ = gradients_of_tile(s, d_w, LENGTHS, first, lo, hi, of_row, gain, scale, LK, S, EDGE, False)
+    _, d_s, _ = gradients_of_tile(s, d_w, LENGTHS, first, lo, hi, of_row, gains, scale, LK, S, EDGE, False)
     return tl.dot(d_s.to(k.dtype), k, d_q, input_precision="ieee")

@@ -71,10 +71,10 @@ def split_kernel(
     tl.store(SCALES + part * 2 + 1, z)
 
 
-@triton.jit(do_not_specialize=["intervals_b", "lengths_b", "ends_b", "LQ", "LK", "SPLITS"])
+@triton.jit(do_not_specialize=["intervals_b", "ends_b", "LQ", "LK", "SPLITS"])
 def merge_kernel(
     Q, K, V, INTERVALS, START_KEY, START_VALUE, END_LENGTHS, SUMS, SCALES, OUT, LSE, REST, NORMALIZER,
-    q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, lengths_b, ends_b, scale, start_length, end_length, LQ, LK, SPLITS,
+    q_b, q_h, k_b, k_h, v_b, v_h, intervals_b, ends_b, scale, start_length, end_length, LQ, LK, SPLITS,
     S: tl.constexpr, HAS_END: tl.constexpr,
 ):  # fmt: skip
     """One program per key/value head and batch element: the ends of the path, the stretches of it, and the result."""
@@ -104,10 +104,4 @@ def merge_kernel(
         acc = acc * fade[:, None] + sums * fade_part[:, None]
 
     # The group's heads follow one another, so row r of this head is row r of all its results.
-    first = head * S.group * LQ
-    OUT, LSE = OUT + first * S.value_dim, LSE + first
-    if REST is not None:
-        REST += first * S.value_dim
-    if NORMALIZER is not None:
-        NORMALIZER += first * 2
-    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, index, exists, seen, S)
+    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, head * S.group * LQ, index, exists, seen, S)

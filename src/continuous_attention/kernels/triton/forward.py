@@ -207,11 +207,14 @@ def attend(
 
 
 @triton.jit
-def finish(state, V, OUT, LSE, REST, NORMALIZER, row, exists, seen, S: tl.constexpr):
-    """Divide by z and write the results; the pointers are those of `row` 0. Without any length, the last visible value
-    is the limit."""
+def finish(state, V, OUT, LSE, REST, NORMALIZER, first, row, exists, seen, S: tl.constexpr):
+    """Divide by z and write the results of the rows that are `row` behind the row `first`, an int64.
+
+    Without any length, the last visible value is the limit.
+    """
     m, z, acc = state
     _, hi, sees = seen
+    OUT, LSE = OUT + first * S.value_dim, LSE + first
     has_length = z != 0  # also where z is NaN
     out = acc / tl.where(has_length, z, 1.0)[:, None]
     last = hi.to(tl.int64) - 1
@@ -221,11 +224,12 @@ def finish(state, V, OUT, LSE, REST, NORMALIZER, row, exists, seen, S: tl.conste
     z = tl.where(sees, z, 0.0) * LOG2E
     tl.store(LSE + row, tl.where(z == 0, float("-inf"), (m + tl.log2(z)) * LN2), mask=exists)
     if NORMALIZER is not None:
+        NORMALIZER += first * 2
         tl.store(NORMALIZER + row * 2, m, mask=exists)
         tl.store(NORMALIZER + row * 2 + 1, z, mask=exists)
     if REST is not None:
         rest = out - out.to(OUT.dtype.element_ty).to(tl.float32)
-        store_rows(REST, row, rest, exists, S.value_dim, S.value_dim_padded)
+        store_rows(REST + first * S.value_dim, row, rest, exists, S.value_dim, S.value_dim_padded)
 
 
 @triton.jit(do_not_specialize=["intervals_b", "lengths_b", "ends_b", "HQ", "LQ", "LK"])
@@ -262,9 +266,4 @@ def forward_kernel(
         if tl.max(outgrown.to(tl.int32), 0) > 0:
             m, z, acc = attend(q, nodes, ends, seen, scale, S, HAS_END, True, True)
     first += (b * HQ + h) * LQ
-    OUT, LSE = OUT + first * S.value_dim, LSE + first
-    if REST is not None:
-        REST += first * S.value_dim
-    if NORMALIZER is not None:
-        NORMALIZER += first * 2
-    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, offset, exists, seen, S)
+    finish((m, z, acc), V, OUT, LSE, REST, NORMALIZER, first, offset, exists, seen, S)

@@ -79,7 +79,7 @@ def forward(
         )  # fmt: skip
 
     def launch_splits(config: Config) -> None:
-        rows = max(16, triton.next_power_of_2(group * query_length))
+        rows = tuning.padded(group * query_length)
         config = config._replace(block_m=rows, block_n=max(config.block_n, 8 * config.warps))
         shape = shape_of(query, key, value, config)._replace(chains=4 * config.warps)
         tiles = triton.cdiv(key_length, shape.block_n - shape.chains)
@@ -94,9 +94,8 @@ def forward(
             S=shape, num_stages=config.stages, **options,
         )  # fmt: skip
         merge_kernel[(key_heads, batch)](
-            *nodes[:4], *ends, sums, scales, *results, *strides, _batch_stride(end_lengths), *numbers,
-            query_length, key_length, splits,
-            S=shape, HAS_END=has_end, **options,
+            *nodes[:4], *ends, sums, scales, *results, *strides[:-1], _batch_stride(end_lengths), *numbers,
+            query_length, key_length, splits, S=shape, HAS_END=has_end, **options,
         )  # fmt: skip
 
     with _on_device(query):
@@ -228,9 +227,9 @@ def shape_of(query: Tensor, key: Tensor, value: Tensor, config: Config, *others:
     return Shape(
         group=query.shape[1] // key.shape[1],
         dim=dim,
-        dim_padded=max(16, triton.next_power_of_2(dim)),
+        dim_padded=tuning.padded(dim),
         value_dim=value_dim,
-        value_dim_padded=max(16, triton.next_power_of_2(value_dim)),
+        value_dim_padded=tuning.padded(value_dim),
         query_stride=query.stride(2),
         key_stride=key.stride(2),
         value_stride=value.stride(2),

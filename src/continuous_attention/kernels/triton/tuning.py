@@ -47,11 +47,15 @@ pinned: dict[Key, Config] = {}
 _used: set[Key] = set()
 
 
+def padded(size: int) -> int:
+    """The side of a tile that holds so many: a power of two from 16 on."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def key_of(kernel: str, dim: int, value_dim: int, dtype: torch.dtype, key_length: int) -> Key:
     """The key of a call."""
     lengths = "short" if key_length < 2048 else "medium" if key_length < 16384 else "long"
-    holds_both = max(16, 1 << (max(dim, value_dim) - 1).bit_length())
-    return Key(kernel, holds_both, str(dtype).removeprefix("torch."), lengths)
+    return Key(kernel, padded(max(dim, value_dim)), str(dtype).removeprefix("torch."), lengths)
 
 
 def pin(key: Key, config: Config) -> None:
