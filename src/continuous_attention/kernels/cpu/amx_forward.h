@@ -50,8 +50,8 @@ class AmxForward {
     static constexpr Digits DIGITS = Digits::most;
 
     struct Lanes : VectorOfLanes {
-        Walk walk;           // its total isn't used: adding up weights takes fewer instructions
-        Vec total, rounded;  // sums of the weights so far, without the start node's: as they were, and rounded
+        Walk walk;
+        Vec rounded;  // as its total, of the weights as they were rounded
     };
 
     const Problem& problem_;
@@ -71,7 +71,7 @@ class AmxForward {
             dots(queries, block.group.start_key(), problem_.D, problem_.scale * LOG2E, start_scores);
         for (int v = 0; v < AMX_VECTORS; v++) {
             Lanes& lanes = lanes_[v];
-            lanes = {VectorOfLanes(block, v), Walk{}, Vec{}, Vec{}};
+            lanes = {VectorOfLanes(block, v), Walk{}, Vec{}};
             lanes.walk.start_score = load(start_scores + v * WIDTH);
             Int starts = load(block.panels[0].start + v * WIDTH) != NEVER;
             if (!problem_.start_key) starts = Int{};
@@ -113,18 +113,16 @@ class AmxForward {
         const Column at(panel, v);
         const float factor = problem_.scale * LOG2E;
         auto score = [&](int32_t i) CSA_LAMBDA { return load(scores + (i - tile) * WIDTH) * factor; };
-        const Vec highest = highest_of<LENGTHS>(path, at, lanes.inner, nodes, lanes.walk.reference, score);
+        const Vec highest = highest_score<LENGTHS>(path, at, lanes.inner, nodes, lanes.walk.reference, score);
         if (Vec less; raise_reference(lanes.walk, highest, less)) {
-            lanes.total *= less, lanes.rounded *= less;
+            lanes.rounded *= less;
             for (int64_t d = 0; d < value_dims_; d++)
                 store(out_of(v) + d * WIDTH, less * load(out_of(v) + d * WIDTH));
         }
         Walk walk = lanes.walk;
-        Vec total = lanes.total, rounded_total = lanes.rounded;
+        Vec rounded_total = lanes.rounded;
         auto next = [&](auto edge, int32_t i) CSA_LAMBDA {
-            const Vec weight = step<edge, LENGTHS, DIGITS>(walk, path, at, i, score(i));
-            total += weight;
-            return rounded(weight);
+            return rounded(step<edge, LENGTHS, DIGITS>(walk, path, at, i, score(i)));
         };
         const std::false_type between;
         for_each_pair(
@@ -142,31 +140,11 @@ class AmxForward {
                 rounded_total = add_pairs(rounded_total, pair);
             });
         if (stretch.closes) {
-            const Bits weight = rounded(walk.right);
+            const Bits weight = rounded(last_weight(walk));
             store_place(weights, nodes.to - tile, weight);
-            total += walk.right, rounded_total += std::bit_cast<Vec>(as_high(weight));
-            walk.right = Vec{};
+            rounded_total += std::bit_cast<Vec>(as_high(weight));
         }
-        walk.total = Vec{};
-        lanes.walk = walk, lanes.total = total, lanes.rounded = rounded_total;
-    }
-
-    // As highest_score, with several maxima between the edges, so that none waits for the one before.
-    template <bool LENGTHS, class Scores>
-    CSA_INLINE static Vec highest_of(const Path& path, const Column& at, Run inner, Run nodes, Vec highest,
-                                     const Scores& score) {
-        if (LENGTHS) return highest_score(path, at, inner, nodes, highest, score);
-        const int32_t from = std::clamp(inner.from, nodes.from, nodes.to), to = std::clamp(inner.to, from, nodes.to);
-        const Run none = {INT32_MAX, 0};
-        highest = highest_score(path, at, none, {nodes.from, from}, highest, score);
-        highest = highest_score(path, at, none, {to, nodes.to}, highest, score);
-        Vec others[4] = {highest, highest, highest, highest};
-        int32_t i = from;
-        for (; i + 4 <= to; i += 4)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) others[j] = maximum(others[j], score(i + j));
-        for (; i < to; i++) highest = maximum(highest, score(i));
-        return maximum(highest, maximum(maximum(others[0], others[1]), maximum(others[2], others[3])));
+        lanes.walk = walk, lanes.rounded = rounded_total;
     }
 
     template <class Put>
@@ -178,12 +156,12 @@ class AmxForward {
             const int64_t row = block.first + lane;
             const Lanes& lanes = lanes_[lane / WIDTH];
             const int i = lane % WIDTH;
-            Integrals x = {lanes.walk.reference[i], block.blank[lane] ? 0 : lanes.total[i] + lanes.walk.start_weight[i],
-                           out_of(lane / WIDTH) + i * value_dims_};
+            const float start = lanes.walk.start_weight[i], total = lanes.walk.total[i] + start;
+            Integrals x = {lanes.walk.reference[i], block.blank[lane] ? 0 : total, out_of(lane / WIDTH) + i * value_dims_};
             if (x.total == 0) {
                 last_value<T>(group, row, piece, x.sums);
             } else {
-                const float start = lanes.walk.start_weight[i], correction = x.total / (lanes.rounded[i] + start);
+                const float correction = total / (lanes.rounded[i] + start);
                 for (int64_t d = 0; d < problem_.Dv; d++)
                     x.sums[d] = correction * (x.sums[d] + (start_value ? start * start_value[d] : 0.0f));
             }

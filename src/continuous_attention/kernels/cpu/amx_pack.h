@@ -321,7 +321,7 @@ inline Run hull_of(Run a, Run b) {
 // two(i) for i and i + 1, i even.
 template <class One, class Two>
 CSA_INLINE void for_each_pair(Run run, Run inner, const One& one, const Two& two) {
-    const int32_t from = std::clamp(inner.from, run.from, run.to), to = std::clamp(inner.to, from, run.to);
+    const auto [from, to] = inner_part(run, inner);
     const std::true_type edge;
     const std::false_type between;
     int32_t i = run.from;

@@ -66,7 +66,7 @@ class Sums {
 
 // What a vector of lanes carries from node to node on the way down.
 struct Descent {
-    Vec reference, scale;  // p = 2^(score - reference) · scale / ln 2, so that all weights add up to 1
+    Vec reference, scale;  // p = 2^(score - reference) · scale / 4, so that all weights add up to 1
     Vec mean;             // dO·o - dlse
     Node before;
     Vec right, g, c;      // of the node before
@@ -91,7 +91,7 @@ CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int
     Vec g_before = w.g, left = s.left;
     const bool joins = EDGE && path.has_start_node;
     if (joins) g_before = s.first ? w.start_g : g_before;
-    Vec bend = mass<DIGITS>(s.rise, s.per_rise, here.p, s.unit);
+    Vec bend = s.unit.mass;
     if (EDGE || LENGTHS) bend = s.length > 0 ? bend * s.length : Vec{};
     const Vec c = bend * (g - g_before);
     Row row{};
@@ -106,7 +106,7 @@ CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int
         left = s.first ? Vec{} : left;
         c_before = s.first ? Vec{} : c;
     }
-    if (EDGE) w.end_gradient += s.last ? here.p * g * LN2 : Vec{};
+    if (EDGE) w.end_gradient += s.last ? here.p * g * 4.0f : Vec{};
     row.weight = w.right + left;
     row.gradient = row.weight * w.g + (c_before - w.c);
     // A lane that doesn't see the node before has nothing to give to it, whatever is there.
@@ -211,8 +211,8 @@ class Backward {
                 reference[i] = gradients_.normalizer[2 * flat], scale[i] = 1 / gradients_.normalizer[2 * flat + 1];
             }
             if (problem_.start_key) {
-                tile<1, false>({group.start_key(), 0, 1}, query_of(p), PANEL, start_score, 0, problem_.D, query_of(p));
-                tile<1, false>({group.start_value(), 0, 1}, out_of(p), PANEL, start_g, 0, problem_.Dv, out_of(p));
+                tile<1, false>(Matrix{group.start_key(), 0}, query_of(p), PANEL, start_score, 0, problem_.D, query_of(p));
+                tile<1, false>(Matrix{group.start_value(), 0}, out_of(p), PANEL, start_g, 0, problem_.Dv, out_of(p));
             }
             for (int v = 0; v < TILE_VECTORS; v++) {
                 Descent& d = descents_[p][v];
@@ -232,8 +232,8 @@ class Backward {
         // Row r belongs to node tile.from + r - 1; where a path begins there is none.
         const Run weighed = {std::max(tile.from - 1, run.from), tile.to};
         const int32_t first_row = weighed.from - tile.from + 1, last_row = tile.to - tile.from;
-        const Strided keys = nodes<T>(group, problem_.key, weighed, problem_.D, keys_.get());
-        const Strided values = nodes<T>(group, problem_.value, weighed, problem_.Dv, values_.get());
+        const Matrix keys = nodes<T>(group, problem_.key, weighed, problem_.D, keys_.get());
+        const Matrix values = nodes<T>(group, problem_.value, weighed, problem_.Dv, values_.get());
 
         for (int p = 0; p < block.panels_in_use; p++) {
             const Panel& panel = block.panels[p];
@@ -271,10 +271,10 @@ class Backward {
         const float *weights = weights_.get() + first_row * BLOCK,
                     *gradients = score_gradients_.get() + first_row * BLOCK;
         for (int64_t d = 0; d < value_row_; d += PANEL)
-            product<true>(n, lanes, {weights, BLOCK, 1}, out_rows_.get() + d, value_row_, sums.value(weighed.from) + d,
+            product<true>(n, lanes, Matrix{weights, BLOCK}, out_rows_.get() + d, value_row_, sums.value(weighed.from) + d,
                           value_row_, sums.value(tile.to) + d * n);
         for (int64_t d = 0; d < key_row_; d += PANEL)
-            product<true>(n, lanes, {gradients, BLOCK, 1}, query_rows_.get() + d, key_row_, sums.key(weighed.from) + d,
+            product<true>(n, lanes, Matrix{gradients, BLOCK}, query_rows_.get() + d, key_row_, sums.key(weighed.from) + d,
                           key_row_, sums.key(tile.to) + d * n);
         for (int p = 0; p < block.panels_in_use; p++)
             product<true>(problem_.D, n, keys.transposed(), gradients + p * PANEL, BLOCK, query_gradient_of(p), PANEL,
@@ -337,9 +337,9 @@ class Backward {
         }
         const int lanes = block.panels_in_use * PANEL;
         for (int64_t d = 0; d < value_row_; d += PANEL)
-            tile<1, true>({weights, 0, 1}, out_rows_.get() + d, value_row_, sums.start_value() + d, 0, lanes, weights);
+            tile<1, true>(Matrix{weights, 0}, out_rows_.get() + d, value_row_, sums.start_value() + d, 0, lanes, weights);
         for (int64_t d = 0; d < key_row_; d += PANEL)
-            tile<1, true>({score_gradients, 0, 1}, query_rows_.get() + d, key_row_, sums.start_key() + d, 0, lanes,
+            tile<1, true>(Matrix{score_gradients, 0}, query_rows_.get() + d, key_row_, sums.start_key() + d, 0, lanes,
                           weights);
     }
 };

@@ -113,6 +113,12 @@ struct Panel {
     Run inner;                                 // the nodes whose segment all lanes integrate, and nothing else
 };
 
+// The nodes of `run` where no lane's path begins or ends; there may be others before and after them.
+inline Run inner_part(Run run, Run inner) {
+    const int32_t from = std::clamp(inner.from, run.from, run.to);
+    return {from, std::clamp(inner.to, from, run.to)};
+}
+
 struct Block {
     Group group;
     int64_t first;      // row of lane 0
@@ -123,7 +129,7 @@ struct Block {
     std::vector<Run> runs;  // the nodes that any lane sees, in order and apart
 
     // `piece` is the part of the path to look at: the segments that end at its nodes.
-    // Rows for which `skip(row)` holds are taken as seeing nothing.
+    // Matrix for which `skip(row)` holds are taken as seeing nothing.
     template <class Skip>
     Block(Group group, int64_t first, Run piece, const Skip& skip)
         : group(group),
@@ -195,21 +201,21 @@ inline void pack_lanes(const Block& block, const Tensor4& x, int64_t dim, float 
     }
 }
 
-// Rows of keys or values as float32: where they are, or in `scratch` if they are stored in half precision or far apart
+// Matrix of keys or values as float32: where they are, or in `scratch` if they are stored in half precision or far apart
 // (rows whose distance is a power of two would fight for the same places in the cache).
 template <class T>
-inline Strided nodes(const Group& group, const Tensor4& x, Run run, int64_t dim, float* scratch) {
+inline Matrix nodes(const Group& group, const Tensor4& x, Run run, int64_t dim, float* scratch) {
     const T* from = group.node_of<const T>(x, run.from);
     if constexpr (std::is_same_v<T, float>)
-        if (x.row == dim) return {from, dim, 1};
+        if (x.row == dim) return {from, dim};
     for (int64_t i = 0; i < run.to - run.from; i++) read(from + i * x.row, scratch + i * dim, dim);
-    return {scratch, dim, 1};
+    return {scratch, dim};
 }
 
 // While panel p of `panels` is worked on, its share of the rows after the tile is fetched.
-inline const float* soon(Strided rows, Run tile, int p, int panels) {
+inline const float* soon(Matrix rows, Run tile, int p, int panels) {
     const int64_t n = tile.to - tile.from;
-    return rows.data + n * rows.row + n * rows.row * p / panels;
+    return rows.data + n * rows.stride + n * rows.stride * p / panels;
 }
 
 // Calls f with a value of the C++ type that a dtype names.

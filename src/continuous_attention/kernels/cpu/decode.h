@@ -157,26 +157,26 @@ class Decode {
         for (int r = 0; r < rows; r++) weigh(group, r, tile);
         // Weights belong to the nodes one before.
         const Run weighed = {tile.from - 1 + !any_sees({tile.from - 1, tile.from}, rows), tile.to};
-        const Strided values = values_of(group, weighed, rows);
-        const Strided weights = {weights_of(0) + weighed.from - (tile.from - 1), WEIGHTS_ROW, 1};
+        const Matrix values = values_of(group, weighed, rows);
+        const Matrix weights = {weights_of(0) + weighed.from - (tile.from - 1), WEIGHTS_ROW};
         for (int64_t d = 0; d < sums_row_; d += PANEL)
-            product<true>(rows, weighed.to - weighed.from, weights, values.data + d, values.row, sums_.get() + d,
+            product<true>(rows, weighed.to - weighed.from, weights, values.data + d, values.stride, sums_.get() + d,
                           sums_row_, values.data);
     }
 
-    // Rows of values, as whole panels; those that no row sees may hold anything and become 0.
-    Strided values_of(const Group& group, Run run, int rows) {
+    // Matrix of values, as whole panels; those that no row sees may hold anything and become 0.
+    Matrix values_of(const Group& group, Run run, int rows) {
         bool in_place = std::is_same_v<T, float> && problem_.Dv == sums_row_;
         for (int32_t i = run.from; i < run.to; i++) in_place = in_place && any_sees({i, i + 1}, rows);
         if constexpr (std::is_same_v<T, float>)
-            if (in_place) return {group.node_of<const T>(problem_.value, run.from), problem_.value.row, 1};
+            if (in_place) return {group.node_of<const T>(problem_.value, run.from), problem_.value.row};
         for (int32_t i = run.from; i < run.to; i++) {
             float* row = values_.get() + (i - run.from) * sums_row_;
             const bool seen = any_sees({i, i + 1}, rows);
             if (seen) read(group.node_of<const T>(problem_.value, i), row, problem_.Dv);
             std::fill(row + (seen ? problem_.Dv : 0), row + sums_row_, 0.0f);
         }
-        return {values_.get(), sums_row_, 1};
+        return {values_.get(), sums_row_};
     }
 
     bool any_sees(Run nodes, int rows) const {
@@ -215,9 +215,9 @@ class Decode {
         if (lengths)
             for (int32_t i = 0; i < n; i++) score[i] = std::min(score[i], w.reference + CEILING);
         std::fill_n(score + n, WIDTH, score[n - 1]);
-        for (int32_t i = 0; i < n; i += WIDTH) store(p + i, exp2_over_ln2(load(score + i) - w.reference));
+        for (int32_t i = 0; i < n; i += WIDTH) store(p + i, quarter_exp2(load(score + i) - w.reference));
         score[-1] = joins ? w.start_score : opens ? score[0] : w.score;
-        p[-1] = joins ? exp2_over_ln2(broadcast(w.start_score - w.reference))[0] : opens ? p[0] : w.p;
+        p[-1] = joins ? quarter_exp2(broadcast(w.start_score - w.reference))[0] : opens ? p[0] : w.p;
         right[-1] = w.right;
         w.score = score[n - 1], w.p = p[n - 1];
 
@@ -225,15 +225,15 @@ class Decode {
         alignas(64) float left[DECODE_TILE + 2 * WIDTH];
         for (int32_t i = 0; i < n; i += WIDTH) {
             Vec rise = load(score + i) - load(score + i - 1), h = load(length + i);
-            Shares share = shares(rise, 1.0f / rise, load(p + i - 1), load(p + i));
+            Shares share = shares(rise, load(p + i - 1), load(p + i));
             store(left + i, h * share.left);
             store(right + i, h * share.right);
             total += h * (share.left + share.right);
         }
         w.total += sum(total);
         if (joins) w.start_weight += left[0], left[0] = 0;
-        if (held) hold(w, right[0], p[0] * (LN2 * problem_.start_length));
-        if (closes) hold(w, right[n - 1], p[n - 1] * (LN2 * w.end_length));
+        if (held) hold(w, right[0], p[0] * (4 * problem_.start_length));
+        if (closes) hold(w, right[n - 1], p[n - 1] * (4 * w.end_length));
         for (int32_t i = 0; i < n; i += WIDTH) store(score + i, load(right + i - 1) + load(left + i));
 
         w.right = closes ? 0 : right[n - 1];

@@ -16,16 +16,16 @@ struct Walk {
     Vec reference;
     Node before;
     Vec right;  // what the node before has got from its own segment
-    Vec total;  // sum of all weights so far
+    Vec total;  // sum of the weights so far, without the start node's
     Vec start_score, start_weight;
 };
 
 // The highest of `highest` and the scores of nodes that have a weight.
-template <class Scores>
+template <bool LENGTHS, class Scores>
 CSA_INLINE Vec highest_score(const Path& path, const Column& at, Run inner, Run run, Vec highest, const Scores& score) {
     auto at_edge = [&](int32_t i) CSA_LAMBDA {
         Int row = broadcast(i), visible = (at.lo <= row) & (row < at.hi);
-        if (path.lengths) {
+        if (LENGTHS) {
             // A node with no length on either side, and nothing held on it, has no weight.
             Int before = path.lengths[i] > 0 ? at.lo < row : Int{};
             Int after = i + 1 < path.nodes && path.lengths[i + 1] > 0 ? row + 1 < at.hi : Int{};
@@ -34,10 +34,22 @@ CSA_INLINE Vec highest_score(const Path& path, const Column& at, Run inner, Run 
         }
         highest = visible ? maximum(highest, score(i)) : highest;
     };
-    for_each_node(run, inner, at_edge, [&](int32_t i) CSA_LAMBDA {
-        if (path.lengths && path.lengths[i] == 0) at_edge(i);
+    // Several maxima, so that none waits for the one before.
+    constexpr int CHAINS = 4;
+    Vec others[CHAINS] = {highest, highest, highest, highest};
+    const auto [from, to] = inner_part(run, inner);
+    int32_t i = run.from;
+    for (; i < from; i++) at_edge(i);
+    if (!LENGTHS)
+        for (; i + CHAINS <= to; i += CHAINS)
+#pragma GCC unroll 4
+            for (int c = 0; c < CHAINS; c++) others[c] = maximum(others[c], score(i + c));
+    for (; i < to; i++) {
+        if (LENGTHS && path.lengths[i] == 0) at_edge(i);
         else highest = maximum(highest, score(i));
-    });
+    }
+    for (; i < run.to; i++) at_edge(i);
+    for (Vec other : others) highest = maximum(highest, other);
     return highest;
 }
 
@@ -49,14 +61,20 @@ CSA_INLINE Vec step(Walk& walk, const Path& path, const Column& at, int32_t i, V
     Node start{};
     if (EDGE && path.has_start_node) start = node(walk.start_score, walk.reference);
     const Segment s = segment_to<EDGE, LENGTHS, DIGITS>(path, at, i, walk.before, here, start);
-    walk.total += s.left + s.right;
     Vec left = s.left;
     if (EDGE && path.has_start_node) {
         walk.start_weight += s.first ? left : Vec{};
         left = s.first ? Vec{} : left;
     }
-    Vec weight = walk.right + left;
-    walk.before = here, walk.right = s.right;
+    const Vec weight = walk.right + left;
+    walk.before = here, walk.right = s.right, walk.total += weight;
+    return weight;
+}
+
+// The weight of the last node, where the path ends.
+CSA_INLINE Vec last_weight(Walk& walk) {
+    const Vec weight = walk.right;
+    walk.right = Vec{}, walk.total += weight;
     return weight;
 }
 
@@ -66,7 +84,7 @@ CSA_INLINE bool raise_reference(Walk& walk, Vec highest, Vec& factor) {
     const Int rises = highest > walk.reference + SLACK;
     if (!any(rises)) return false;
     const Vec reference = rises ? highest : walk.reference;
-    factor = rises ? exp2_over_ln2(walk.reference - reference) * LN2 : broadcast(1.0f);
+    factor = rises ? quarter_exp2(walk.reference - reference) * 4.0f : broadcast(1.0f);
     walk.reference = reference;
     walk.before.p *= factor, walk.right *= factor, walk.total *= factor, walk.start_weight *= factor;
     return true;
@@ -79,8 +97,8 @@ inline void weigh(Walk& walk, const Path& path, const Panel& panel, int v, Run r
                   int64_t dim) {
     const Column at(panel, v);
     auto row = [&](int32_t i) CSA_LAMBDA { return scores + (i - run.from) * PANEL; };
-    Vec highest =
-        highest_score(path, at, panel.inner, run, walk.reference, [&](int32_t i) CSA_LAMBDA { return load(row(i)); });
+    const Vec highest = highest_score<LENGTHS>(path, at, panel.inner, run, walk.reference,
+                                               [&](int32_t i) CSA_LAMBDA { return load(row(i)); });
     if (Vec factor; raise_reference(walk, highest, factor))
         for (int64_t d = 0; d < dim; d++) store(out + d * PANEL, factor * load(out + d * PANEL));
     Walk w = walk;
@@ -135,7 +153,7 @@ class Forward {
         for (int p = 0; p < block.panels_in_use; p++) {
             alignas(64) float start_scores[PANEL] = {};
             if (problem_.start_key)
-                tile<1, false>({block.group.start_key(), 0, 1}, query_of(p), PANEL,
+                tile<1, false>(Matrix{block.group.start_key(), 0}, query_of(p), PANEL,
                                start_scores, 0, problem_.D, query_of(p));
             for (int v = 0; v < TILE_VECTORS; v++) {
                 Walk& walk = walks_[p][v];
@@ -161,7 +179,7 @@ class Forward {
             parts[p] = {seen, seen.from == std::max(run.from, hull.from), seen.to == std::min(run.to, hull.to)};
         }
 
-        Strided keys = nodes<T>(group, problem_.key, tile, problem_.D, keys_.get());
+        Matrix keys = nodes<T>(group, problem_.key, tile, problem_.D, keys_.get());
         for (int p = 0; p < block.panels_in_use; p++) {
             const Run seen = parts[p].seen;
             if (seen.empty()) continue;
@@ -177,16 +195,13 @@ class Forward {
                 float *scores = scores_of(p) + v * WIDTH, *out = out_of(p) + v * WIDTH;
                 if (path.lengths) weigh<true>(walk, path, block.panels[p], v, seen, scores, out, problem_.Dv);
                 else weigh<false>(walk, path, block.panels[p], v, seen, scores, out, problem_.Dv);
-                if (parts[p].closes) {
-                    store(scores + (seen.to - seen.from) * PANEL, walk.right);
-                    walk.right = Vec{};
-                }
+                if (parts[p].closes) store(scores + (seen.to - seen.from) * PANEL, last_weight(walk));
             }
         }
 
         // Weights belong to the nodes one before; where a path begins there is none.
         const Run weighed = {std::max(tile.from - 1, run.from), tile.to};
-        Strided values = nodes<T>(group, problem_.value, weighed, problem_.Dv, values_.get());
+        Matrix values = nodes<T>(group, problem_.value, weighed, problem_.Dv, values_.get());
         for (int p = 0; p < block.panels_in_use; p++) {
             const auto [seen, opens, closes] = parts[p];
             if (seen.empty()) continue;
@@ -205,11 +220,12 @@ class Forward {
             const int64_t row = block.first + lane;
             const int p = lane / PANEL, i = lane % PANEL;
             const Walk& walk = walks_[p][i / WIDTH];
-            Integrals x = {walk.reference[i % WIDTH], block.blank[lane] ? 0 : walk.total[i % WIDTH], sums_.get()};
+            const float start = walk.start_weight[i % WIDTH], total = walk.total[i % WIDTH] + start;
+            Integrals x = {walk.reference[i % WIDTH], block.blank[lane] ? 0 : total, sums_.get()};
             if (x.total == 0) {
                 last_value<T>(group, row, piece, x.sums);
             } else {
-                const float *out = out_of(p) + i, start = walk.start_weight[i % WIDTH];
+                const float* out = out_of(p) + i;
                 for (int64_t d = 0; d < problem_.Dv; d++)
                     x.sums[d] = out[d * PANEL] + (start_value ? start * start_value[d] : 0.0f);
             }

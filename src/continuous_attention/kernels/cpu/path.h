@@ -38,17 +38,16 @@ struct Column {
           end(load(panel.end + v * WIDTH)) {}
 };
 
-// A node on the way: its score in base 2, and p = 2^(score - reference) / ln 2.
+// A node on the way: its score in base 2, and p = 2^(score - reference) / 4.
 struct Node {
     Vec score, p;
 };
 template <Digits DIGITS = Digits::all>
 CSA_INLINE Node node(Vec score, Vec reference) {
-    return {score, exp2_over_ln2<DIGITS>(score - reference)};
+    return {score, quarter_exp2<DIGITS>(score - reference)};
 }
 
 struct Segment {
-    Vec rise, per_rise;
     Shares unit;         // of a segment of length 1, in every lane
     Vec length;          // 0 in lanes that don't integrate it
     Vec left, right;     // what its nodes get; `right` with the masses held at this node
@@ -73,9 +72,7 @@ CSA_INLINE Segment segment_to(const Path& path, const Column& at, int32_t i, Nod
         }
     }
     s.before = before;
-    s.rise = here.score - before.score;
-    s.per_rise = reciprocal<DIGITS>(s.rise);
-    s.unit = shares<DIGITS>(s.rise, s.per_rise, before.p, here.p);
+    s.unit = shares<DIGITS>(here.score - before.score, before.p, here.p);
     s.length = broadcast(LENGTHS ? path.lengths[i] : 1.0f);
     s.left = LENGTHS ? s.unit.left * s.length : s.unit.left;
     s.right = LENGTHS ? s.unit.right * s.length : s.unit.right;
@@ -84,19 +81,19 @@ CSA_INLINE Segment segment_to(const Path& path, const Column& at, int32_t i, Nod
         s.left = counts ? s.unit.left * s.length : Vec{};
         s.right = counts ? s.unit.right * s.length : Vec{};
         s.length = counts ? s.length : Vec{};
-        if (!path.has_start_node) s.right += s.first ? here.p * (LN2 * path.start_length) : Vec{};
-        s.right += s.last ? here.p * at.end * LN2 : Vec{};
+        if (!path.has_start_node) s.right += s.first ? here.p * (4 * path.start_length) : Vec{};
+        s.right += s.last ? here.p * at.end * 4.0f : Vec{};
     }
     return s;
 }
 
-// Calls at_edge(i) for the nodes where some lane's path begins or ends, and between(i) for the others, in order.
-template <class AtEdge, class Between>
-CSA_INLINE void for_each_node(Run run, Run inner, const AtEdge& at_edge, const Between& between) {
-    const int32_t from = std::clamp(inner.from, run.from, run.to), to = std::clamp(inner.to, from, run.to);
+// Calls at_edge(i) for the nodes where some lane's path begins or ends, and at_inner(i) for the others, in order.
+template <class AtEdge, class AtInner>
+CSA_INLINE void for_each_node(Run run, Run inner, const AtEdge& at_edge, const AtInner& at_inner) {
+    const auto [from, to] = inner_part(run, inner);
     int32_t i = run.from;
     for (; i < from; i++) at_edge(i);
-    for (; i < to; i++) between(i);
+    for (; i < to; i++) at_inner(i);
     for (; i < run.to; i++) at_edge(i);
 }
 

@@ -15,17 +15,24 @@ constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int TILE_ROWS = 6;
 inline int64_t whole_panels(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
-struct Strided {
+struct Transposed {
     const float* data;
-    int64_t row, column;
-    Strided from_row(int64_t i) const { return {data + i * row, row, column}; }
-    Strided transposed() const { return {data, column, row}; }
+    int64_t stride;
+    Transposed from_row(int64_t i) const { return {data + i, stride}; }
+    float number(int64_t row, int64_t column) const { return data[column * stride + row]; }
+};
+struct Matrix {
+    const float* data;
+    int64_t stride;
+    Matrix from_row(int64_t i) const { return {data + i * stride, stride}; }
+    Transposed transposed() const { return {data, stride}; }
+    float number(int64_t row, int64_t column) const { return data[row * stride + column]; }
 };
 
 // ROWS × PANEL numbers of C, inner dimension n. `soon` is memory that will be wanted next: it is fetched meanwhile, since
 // the second-level cache alone hides no more than half of the time that rows need to arrive.
-template <int ROWS, bool ADD>
-CSA_INLINE void tile(Strided a, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t n,
+template <int ROWS, bool ADD, class A>
+CSA_INLINE void tile(A a, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t n,
                      const float* soon) {
     // A multiply-add takes 4 cycles and two can start in each, so few rows need several sums each.
     constexpr int CHAINS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
@@ -36,16 +43,19 @@ CSA_INLINE void tile(Strided a, const float* b, int64_t b_row, float* c, int64_t
         for (int v = 0; v < TILE_VECTORS; v++) row[v] = load(b + k * b_row + v * WIDTH);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
-            Vec factor = broadcast(a.data[r * a.row + k * a.column]);
+            Vec factor = broadcast(a.number(r, k));
 #pragma GCC unroll 4
             for (int v = 0; v < TILE_VECTORS; v++) to[r][v] += factor * row[v];
         }
     };
     int64_t k = 0;
-    for (; k + 4 <= n; k += 4) {
+    for (; k + 8 <= n; k += 8) {
         __builtin_prefetch(soon + k * 2, 0, 2);
+        // Unrolled in part, so that it stays a loop until registers are given out: GCC then leaves the sums in theirs.
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) step(sums[i % CHAINS], k + i);
+        for (int i = 0; i < 8; i += CHAINS)
+#pragma GCC unroll 4
+            for (int c = 0; c < CHAINS; c++) step(sums[c], k + i + c);
     }
     for (; k < n; k++) step(sums[0], k);
 #pragma GCC unroll 6
@@ -62,13 +72,13 @@ CSA_INLINE void tile(Strided a, const float* b, int64_t b_row, float* c, int64_t
 }
 
 // C (rows, PANEL) = or += A (rows, n) · B (n, PANEL).
-template <bool ADD>
-inline void product(int64_t rows, int64_t n, Strided a, const float* b, int64_t b_row, float* c, int64_t c_row,
+template <bool ADD, class A>
+inline void product(int64_t rows, int64_t n, A a, const float* b, int64_t b_row, float* c, int64_t c_row,
                     const float* soon) {
     for (; rows >= TILE_ROWS; rows -= TILE_ROWS) {
         tile<TILE_ROWS, ADD>(a, b, b_row, c, c_row, n, soon);
         soon += 2 * n;
-        a.data += TILE_ROWS * a.row;
+        a = a.from_row(TILE_ROWS);
         c += TILE_ROWS * c_row;
     }
     switch (rows) {

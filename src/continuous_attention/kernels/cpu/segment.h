@@ -1,7 +1,7 @@
-// The integrals over one segment of the path, in base 2: docs/math.md with a_i in units of ln 2.
+// The integrals over one segment of the path, in base 2: docs/math.md §12.
 //
-// A node's p is 2^a / ln 2, so that the shares come out as L and R of a segment of length 1, exactly scaled. `d` is the
-// rise a_1 - a_0 along the segment. Below |d| = 2 polynomials replace the quotients, which cancel there; above, nothing
+// A node's p is 2^a / 4, which makes the shares of a segment of length 1 come out exactly scaled. `rise` is a_1 - a_0, h
+// half of it in natural units. Below |rise| = 2 a polynomial replaces the quotients, which cancel there; above, nothing
 // but p_0 and p_1 is needed, so nothing can overflow.
 #pragma once
 
@@ -14,41 +14,26 @@ constexpr float LOG2E = 1.44269504089f;
 
 struct Shares {
     Vec left, right;  // L belongs to the earlier node, R to the later one
+    Vec mass;         // M
 };
 
-// R / p_1 = ln 2 · φ2(-d ln 2), relative error 5.8e-8, or 1.3e-4 with few digits.
+// (1 - tanh(h)/h) / h² as a polynomial in h², for |h| < ln 2; relative error 1.1e-7, or 1.7e-4 with few digits.
 template <Digits DIGITS = Digits::all>
-CSA_INLINE Vec right_series(Vec d) {
+CSA_INLINE Vec mass_series(Vec h_squared) {
     if constexpr (DIGITS == Digits::few)
-        return polynomial(d, 2.2533682499e-04f, -2.0346322455e-03f, 1.3892338836e-02f, -7.9967684652e-02f,
-                          3.4656113615e-01f);
-    return polynomial(d, -1.4851961794e-07f, 1.9886056180e-06f, -2.2016471121e-05f, 2.2202332912e-04f,
-                      -1.9235878717e-03f, 1.3876185752e-02f, -8.0075524747e-02f, 3.4657356143e-01f);
-}
-
-// M / p_1, relative error 1.4e-7, or 2.8e-4 with few digits.
-template <Digits DIGITS = Digits::all>
-CSA_INLINE Vec mass_series(Vec d) {
-    if constexpr (DIGITS == Digits::few)
-        return polynomial(d, 1.5765211500e-04f, -1.3640450601e-03f, 8.3518363014e-03f, -3.9961924896e-02f,
-                          1.1550877326e-01f);
-    return polynomial(d, -1.1703365743e-07f, 1.5490983287e-06f, -1.6525900719e-05f, 1.5857255494e-04f,
-                      -1.2823612196e-03f, 8.3257379010e-03f, -4.0037781000e-02f, 1.1552451551e-01f);
+        return polynomial(h_squared, 4.1087027716e-02f, -1.3114938481e-01f, 3.3327570329e-01f);
+    return polynomial(h_squared, -2.0817277571e-03f, 8.1366769723e-03f, -2.1698211099e-02f, 5.3949517590e-02f,
+                      -1.3333257259e-01f, 3.3333332827e-01f);
 }
 
 template <Digits DIGITS = Digits::all>
-CSA_INLINE Shares shares(Vec d, Vec per_rise, Vec p0, Vec p1) {
-    Vec whole = (p1 - p0) * per_rise;
-    Vec near_right = p1 * right_series<DIGITS>(d);
-    Vec near_left = (p1 - near_right * d) * LN2 - near_right;
-    Vec far_right = (p1 - whole * LOG2E) * per_rise;
-    Vec far_left = (whole * LOG2E - p0) * per_rise;
-    return {if_below_two(d, near_left, far_left), if_below_two(d, near_right, far_right)};
-}
-
-template <Digits DIGITS = Digits::all>
-CSA_INLINE Vec mass(Vec d, Vec per_rise, Vec p1, Shares of) {
-    return if_below_two(d, p1 * mass_series<DIGITS>(d), (of.right - of.left) * per_rise * LOG2E);
+CSA_INLINE Shares shares(Vec rise, Vec p0, Vec p1) {
+    const Vec h = rise * (LN2 / 2), per_h = reciprocal<DIGITS>(h);
+    const Vec both = p0 + p1, quotient = (p1 - p0) * per_h;
+    const Vec near_mass = both * mass_series<DIGITS>(h * h), far_skew = (both - quotient) * per_h;
+    const Vec skew = if_below_two(rise, h * near_mass, far_skew);          // (R - L) / 2
+    const Vec half = if_below_two(rise, both - h * skew, quotient);        // (R + L) / 2
+    return {half - skew, half + skew, if_below_two(rise, near_mass, far_skew * per_h)};
 }
 
 }  // namespace continuous_attention

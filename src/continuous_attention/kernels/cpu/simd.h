@@ -78,29 +78,29 @@ CSA_INLINE Vec polynomial(Vec x, float highest, Numbers... lower) {
 // rounding to bfloat16.
 enum class Digits { all, most, few };
 
-// 2^f / ln 2 for |f| <= 1/2, with a relative error of 1.4e-7, or 7.5e-5 with few digits.
+// 2^f / 4 for |f| <= 1/2, with a relative error of 1.7e-7, or 7.5e-5 with few digits.
 template <Digits DIGITS>
-CSA_INLINE Vec exp2_near_zero(Vec f) {
+CSA_INLINE Vec quarter_exp2_near_zero(Vec f) {
     if constexpr (DIGITS == Digits::few)
-        return polynomial(f, 7.9595893321e-02f, 3.5001386285e-01f, 1.0001641858e+00f, 1.4425912729e+00f);
-    return polynomial(f, 1.9153900212e-03f, 1.3958855532e-02f, 8.0079868436e-02f, 3.4656593204e-01f, 9.9999970198e-01f,
-                      1.4426951408e+00f);
+        return polynomial(f, 1.3792917453e-02f, 6.0652780597e-02f, 1.7331524636e-01f, 2.4998201843e-01f);
+    return polynomial(f, 3.3161817809e-04f, 2.4178781612e-03f, 1.3876834359e-02f, 6.0055605213e-02f, 1.7328674440e-01f,
+                      0.25f);
 }
 
-// 2^x / ln 2; below x = -126 it stays at the smallest normal number, or goes to 0 where not all digits are asked for.
+// 2^x / 4; below x = -124 it stays at the smallest normal number, or goes to 0 where not all digits are asked for.
 template <Digits DIGITS = Digits::all>
-CSA_INLINE Vec exp2_over_ln2(Vec x) {
+CSA_INLINE Vec quarter_exp2(Vec x) {
 #if defined(__AVX512DQ__) && !defined(CSA_WIDTH)
     if constexpr (DIGITS != Digits::all) {
         // The variants with a mask, of all lanes, since GCC warns of the others.
         const Vec f = _mm512_maskz_reduce_ps(-1, x, 0);
-        return _mm512_maskz_scalef_ps(-1, exp2_near_zero<DIGITS>(f), x - f);
+        return _mm512_maskz_scalef_ps(-1, quarter_exp2_near_zero<DIGITS>(f), x - f);
     }
 #endif
     constexpr float ROUND = 0x1.8p23f;  // adding it moves the integer nearest to x into the lowest bits
-    x = maximum(broadcast(-126.0f), x);  // in this order a NaN stays
+    x = maximum(broadcast(-124.0f), x);  // in this order a NaN stays
     Vec shifted = x + ROUND;
-    Vec y = exp2_near_zero<DIGITS>(x - (shifted - ROUND));
+    Vec y = quarter_exp2_near_zero<DIGITS>(x - (shifted - ROUND));
     return std::bit_cast<Vec>(std::bit_cast<Bits>(y) + (std::bit_cast<Bits>(shifted) << 23));
 }
 
