@@ -13,6 +13,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "processor.h"
 
 using namespace continuous_attention;
 
@@ -304,5 +305,6 @@ int main(int argc, char** argv) {
         const auto dtype = DType(seed % 3);
         with_type(dtype, [&](auto t) { worst = std::max(worst, check<decltype(t)>(dtype, seed)); });
     }
-    std::printf("%d problems, vectors of %d: at most %.2f of the budget\n", count, WIDTH, worst);
+    std::printf("%d problems, vectors of %d: at most %.2f of the budget; this processor could run %s\n", count, WIDTH,
+                worst, runnable().front().c_str());
 }

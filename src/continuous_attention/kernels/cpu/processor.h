@@ -16,9 +16,10 @@ namespace continuous_attention {
 
 #if defined(__x86_64__)
 
-inline bool has_avx2() {  // x86-64-v3, with what the operating system must save
+inline bool has_avx2() {  // x86-64-v3, with what the operating system must save; not all compilers know F16C's name
+    unsigned eax, ebx, ecx, edx;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+           __builtin_cpu_supports("bmi2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
 }
 
 inline bool has_avx512() {  // x86-64-v4

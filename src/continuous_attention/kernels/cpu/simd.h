@@ -74,13 +74,16 @@ CSA_INLINE Vec polynomial(Vec x, float highest, Numbers... lower) {
     return y;
 }
 
-// How much accuracy a function is asked for: float32's, nearly that (and no infinities), or what is left of it after
-// rounding to bfloat16.
+// How much accuracy a function is asked for: float32's; enough for the lse of half-precision inputs (and no infinities);
+// or what is left of it after rounding to bfloat16.
 enum class Digits { all, most, few };
 
-// 2^f / 4 for |f| <= 1/2, with a relative error of 1.7e-7, or 7.5e-5 with few digits.
+// 2^f / 4 for |f| <= 1/2, with a relative error of 1.7e-7, 2.7e-6 with most or 7.5e-5 with few digits.
 template <Digits DIGITS>
 CSA_INLINE Vec quarter_exp2_near_zero(Vec f) {
+    if constexpr (DIGITS == Digits::most)
+        return polynomial(f, 2.3925254658e-03f, 1.3979465085e-02f, 6.0061862079e-02f, 1.7328045369e-01f,
+                          2.4999981536e-01f);
     if constexpr (DIGITS == Digits::few)
         return polynomial(f, 1.3792917453e-02f, 6.0652780597e-02f, 1.7331524636e-01f, 2.4998201843e-01f);
     return polynomial(f, 3.3161817809e-04f, 2.4178781612e-03f, 1.3876834359e-02f, 6.0055605213e-02f, 1.7328674440e-01f,
