@@ -82,6 +82,27 @@ Moments moments(double a0, double a1) {
     return {p0 * m.left, p0 * m.right, p0 * m.bend};
 }
 
+// The largest errors of one segment, over rises up to 12 in base 2, in units of float32's rounding error 2^-24: of T and M
+// relative to themselves, of L and R relative to T.
+struct SegmentErrors {
+    double total, share, mass;
+};
+SegmentErrors segment_errors(int count) {
+    SegmentErrors worst{};
+    std::uniform_real_distribution<float> scores(-6, 6);
+    for (int i = 0; i < count; i++) {
+        const float first = scores(generator), second = i % 2 ? scores(generator) : first + scores(generator) / 4;
+        const Vec p0 = quarter_exp2(broadcast(first)), p1 = quarter_exp2(broadcast(second));
+        const Shares found = shares(broadcast(second) - broadcast(first), p0, p1);
+        const Moments m = moments(first * std::log(2.0), second * std::log(2.0));
+        const double total = m.left + m.right, left = found.left[0], right = found.right[0], unit = 0x1p-24;
+        worst.total = std::max(worst.total, std::abs((left + right) / total - 1) / unit);
+        worst.share = std::max({worst.share, std::abs(left - m.left) / total / unit, std::abs(right - m.right) / total / unit});
+        worst.mass = std::max(worst.mass, std::abs(found.mass[0] / m.bend - 1) / unit);
+    }
+    return worst;
+}
+
 struct Worst {
     double smallest;   // what rounding to a denormal number, or an exponential kept from being one, costs
     double error = 0;  // the largest one so far, in budgets
@@ -300,11 +321,18 @@ double check(DType dtype, int seed) {
 
 int main(int argc, char** argv) {
     const int count = argc > 1 ? std::atoi(argv[1]) : 300, first = argc > 2 ? std::atoi(argv[2]) : 0;
+    const SegmentErrors segment = segment_errors(100'000);
+    if (!(segment.total < 8 && segment.share < 8 && segment.mass < 32)) {
+        std::printf("a segment is off by %.1f of T, %.1f of a share, %.1f of M, in rounding errors\n", segment.total,
+                    segment.share, segment.mass);
+        return 1;
+    }
     double worst = 0;
     for (int seed = first; seed < first + count; seed++) {
         const auto dtype = DType(seed % 3);
         with_type(dtype, [&](auto t) { worst = std::max(worst, check<decltype(t)>(dtype, seed)); });
     }
-    std::printf("%d problems, vectors of %d: at most %.2f of the budget; this processor could run %s\n", count, WIDTH,
-                worst, runnable().front().c_str());
+    std::printf("%d problems, vectors of %d: at most %.2f of the budget; segments: T %.1f, L and R %.1f, M %.1f rounding "
+                "errors; this processor could run %s\n",
+                count, WIDTH, worst, segment.total, segment.share, segment.mass, runnable().front().c_str());
 }

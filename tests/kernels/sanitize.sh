@@ -6,7 +6,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 problems=${1:-300}
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
-flags=(-std=c++20 -g -O1 -ffp-contract=fast -fno-math-errno -fno-trapping-math -Wall -Wextra
+flags=(-std=c++20 -g -O1 -ffp-contract=fast -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi
     -I "$here/../../src/continuous_attention/kernels/cpu" "$here/sanitize.cpp" -pthread -ldl)
 memory=(-fsanitize=address,undefined -fno-sanitize-recover=all)
 
