@@ -82,8 +82,7 @@ Moments moments(double a0, double a1) {
     return {p0 * m.left, p0 * m.right, p0 * m.bend};
 }
 
-// The largest errors of one segment, over rises up to 12 in base 2, in units of float32's rounding error 2^-24: of T and M
-// relative to themselves, of L and R relative to T.
+// The largest relative errors of one segment's T, L and R, and M, in units of float32's rounding error 2^-24.
 struct SegmentErrors {
     double total, share, mass;
 };
@@ -91,14 +90,18 @@ SegmentErrors segment_errors(int count) {
     SegmentErrors worst{};
     std::uniform_real_distribution<float> scores(-6, 6);
     for (int i = 0; i < count; i++) {
-        const float first = scores(generator), second = i % 2 ? scores(generator) : first + scores(generator) / 4;
+        // Any rise, a small one, and steep ones.
+        const float a = scores(generator), b = scores(generator);
+        const float first = i % 4 == 2 ? -100 * b * b : a, second = i % 4 == 1 ? a + b / 4 : i % 4 == 3 ? -1e4f * b * b : b;
         const Vec p0 = quarter_exp2(broadcast(first)), p1 = quarter_exp2(broadcast(second));
         const Shares found = shares(broadcast(second) - broadcast(first), p0, p1);
         const Moments m = moments(first * std::log(2.0), second * std::log(2.0));
-        const double total = m.left + m.right, left = found.left[0], right = found.right[0], unit = 0x1p-24;
-        worst.total = std::max(worst.total, std::abs((left + right) / total - 1) / unit);
-        worst.share = std::max({worst.share, std::abs(left - m.left) / total / unit, std::abs(right - m.right) / total / unit});
-        worst.mass = std::max(worst.mass, std::abs(found.mass[0] / m.bend - 1) / unit);
+        const double total = m.left + m.right, left = found.left[0], right = found.right[0];
+        auto raise = [](double& to, double actual, double exact) { to = std::max(to, std::abs(actual / exact - 1) / 0x1p-24); };
+        raise(worst.total, left + right, total);
+        raise(worst.share, left, m.left);
+        raise(worst.share, right, m.right);
+        raise(worst.mass, found.mass[0], m.bend);
     }
     return worst;
 }
@@ -322,7 +325,7 @@ double check(DType dtype, int seed) {
 int main(int argc, char** argv) {
     const int count = argc > 1 ? std::atoi(argv[1]) : 300, first = argc > 2 ? std::atoi(argv[2]) : 0;
     const SegmentErrors segment = segment_errors(100'000);
-    if (!(segment.total < 8 && segment.share < 8 && segment.mass < 32)) {
+    if (!(segment.total < 8 && segment.share < 16 && segment.mass < 32)) {
         std::printf("a segment is off by %.1f of T, %.1f of a share, %.1f of M, in rounding errors\n", segment.total,
                     segment.share, segment.mass);
         return 1;

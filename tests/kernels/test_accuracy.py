@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import CPU, CPU_IN_DTYPES, DTYPES, assert_within_budget, evaluate
+from backends import CPU, CPU_IN_DTYPES, DTYPES, assert_within_budget, evaluate, represented
 from cases import BATCH, CASES, HEADS, KEY_HEADS, LENGTHS, random_times, random_view
 from oracle import BOUNDARY_NAMES, boundary_of, random_inputs
 from test_varlen import DV, HOWS, D, cumulative
@@ -89,3 +89,32 @@ def test_query_times_on_nodes_have_a_gradient(boundary: str, backend: str) -> No
     leaves, options = leaves_of(40, 40, boundary, how)
     assert evaluate(leaves, options, "reference", torch.float64)["query_times"].all()
     assert_within_budget(leaves, options, backend, torch.float32)
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("slope", [1.0, 1.5, 10.0, 1e3, 1e6, -1e6], ids="slope {:g}".format)
+@pytest.mark.parametrize("nodes", [2, 300], ids="{} nodes".format)
+def test_both_shares_of_a_steep_segment(nodes: int, slope: float, backend: str) -> None:
+    """L / T and R / T keep all digits: the smaller one is no difference of two larger numbers."""
+    leaves = {"query": torch.ones(1, 1, 1, 1), "key": torch.zeros(1, 1, nodes, 1), "value": torch.zeros(1, 1, nodes, 2)}
+    leaves["key"][..., -1, :] = slope
+    leaves["value"][..., -2, 0] = leaves["value"][..., -1, 1] = 1
+    how: dict[str, Any] = {"boundary": "none", "scale": 1.0, "intervals": torch.tensor([[[nodes - 2, nodes]]])}
+    shares = evaluate(leaves, how, backend, torch.float32, gradients=False)["out"]
+    exact = evaluate(leaves, how, "reference", torch.float64, gradients=False)["out"]
+    torch.testing.assert_close(shares.double(), exact, rtol=16 * torch.finfo(torch.float32).eps, atol=0)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("queries", [1, 9], ids="{} queries".format)
+def test_long_paths_of_equal_keys(queries: int, backend: str, dtype: str) -> None:
+    """Equal weights, added up one by one in float32, would lose three digits; tiles of 96 have sums of their own."""
+    nodes, tile = 20_000, 96
+    shape = {"query": (1, 1, queries, 16), "key": (1, 1, 1, 16), "value": (1, 1, nodes, 16)}
+    leaves = {name: torch.randn(size) for name, size in shape.items()}
+    leaves["key"] = leaves["key"].expand(-1, -1, nodes, -1)
+    leaves = represented(leaves, DTYPES[dtype])
+    found = evaluate(leaves, {}, backend, DTYPES[dtype], gradients=False)["lse"]
+    exact = evaluate(leaves, {}, "reference", torch.float64, gradients=False)["lse"]
+    limit = (tile + nodes / tile) * torch.finfo(torch.float32).eps / 2
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=limit)

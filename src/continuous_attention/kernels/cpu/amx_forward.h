@@ -120,7 +120,8 @@ class AmxForward {
                 store(out_of(v) + d * WIDTH, less * load(out_of(v) + d * WIDTH));
         }
         Walk walk = lanes.walk;
-        Vec rounded_total = lanes.rounded;
+        walk.total = Vec{};  // sums of their own for every tile: one long sum would lose digits
+        Vec rounded_total{};
         auto next = [&](auto edge, int32_t i) CSA_LAMBDA {
             return rounded(step<edge, LENGTHS, DIGITS>(walk, path, at, i, score(i)));
         };
@@ -144,6 +145,7 @@ class AmxForward {
             store_place(weights, nodes.to - tile, weight);
             rounded_total += std::bit_cast<Vec>(as_high(weight));
         }
+        walk.total += lanes.walk.total, rounded_total += lanes.rounded;
         lanes.walk = walk, lanes.rounded = rounded_total;
     }
 

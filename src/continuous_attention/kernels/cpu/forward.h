@@ -102,10 +102,12 @@ inline void weigh(Walk& walk, const Path& path, const Panel& panel, int v, Run r
     if (Vec factor; raise_reference(walk, highest, factor))
         for (int64_t d = 0; d < dim; d++) store(out + d * PANEL, factor * load(out + d * PANEL));
     Walk w = walk;
+    w.total = Vec{};  // a sum of its own for every tile: one long sum would lose digits
     for_each_node(
         run, panel.inner,
         [&](int32_t i) CSA_LAMBDA { store(row(i), step<true, LENGTHS>(w, path, at, i, load(row(i)))); },
         [&](int32_t i) CSA_LAMBDA { store(row(i), step<false, LENGTHS>(w, path, at, i, load(row(i)))); });
+    w.total += walk.total;
     walk = w;
 }
 

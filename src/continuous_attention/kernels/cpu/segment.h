@@ -32,11 +32,12 @@ CSA_INLINE Vec mass_series(Vec h_squared) {
 template <Digits DIGITS = Digits::all>
 CSA_INLINE Shares shares(Vec rise, Vec p0, Vec p1) {
     const Vec h = rise * (LN2 / 2), per_h = reciprocal<DIGITS>(h);
-    const Vec both = p0 + p1, quotient = (p1 - p0) * per_h;
-    const Vec near_mass = both * mass_series<DIGITS>(h * h), far_skew = (both - quotient) * per_h;
-    const Vec skew = if_below_two(rise, h * near_mass, far_skew);    // (R - L) / 2
-    const Vec half = if_below_two(rise, both - h * skew, quotient);  // (R + L) / 2
-    return {half - skew, half + skew, if_below_two(rise, near_mass, far_skew * per_h)};
+    const Vec both = p0 + p1, near_mass = both * mass_series<DIGITS>(h * h);
+    const Vec skew = h * near_mass, half = both - h * skew;  // (R - L) / 2 and (R + L) / 2
+    const Vec quotient = (p1 - p0) * per_h, far_left = (quotient - 2.0f * p0) * per_h,
+              far_right = (2.0f * p1 - quotient) * per_h;
+    return {if_below_two(rise, half - skew, far_left), if_below_two(rise, half + skew, far_right),
+            if_below_two(rise, near_mass, (far_right - far_left) * per_h * 0.5f)};
 }
 
 }  // namespace continuous_attention
