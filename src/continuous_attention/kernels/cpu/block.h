@@ -113,7 +113,7 @@ struct Panel {
     Run inner;                                 // the nodes whose segment all lanes integrate, and nothing else
 };
 
-// The nodes of `run` where no lane's path begins or ends; there may be others before and after them.
+// The nodes of `run` whose segments all lanes integrate, and nothing else; the others come before and after them.
 inline Run inner_part(Run run, Run inner) {
     const int32_t from = std::clamp(inner.from, run.from, run.to);
     return {from, std::clamp(inner.to, from, run.to)};
@@ -129,7 +129,7 @@ struct Block {
     std::vector<Run> runs;  // the nodes that any lane sees, in order and apart
 
     // `piece` is the part of the path to look at: the segments that end at its nodes.
-    // Matrix for which `skip(row)` holds are taken as seeing nothing.
+    // Rows for which `skip(row)` holds are taken as seeing nothing.
     template <class Skip>
     Block(Group group, int64_t first, Run piece, const Skip& skip)
         : group(group),
@@ -201,7 +201,7 @@ inline void pack_lanes(const Block& block, const Tensor4& x, int64_t dim, float 
     }
 }
 
-// Matrix of keys or values as float32: where they are, or in `scratch` if they are stored in half precision or far apart
+// Rows of keys or values as float32: where they are, or in `scratch` if they are stored in half precision or far apart
 // (rows whose distance is a power of two would fight for the same places in the cache).
 template <class T>
 inline Matrix nodes(const Group& group, const Tensor4& x, Run run, int64_t dim, float* scratch) {

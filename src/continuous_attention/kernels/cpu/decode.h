@@ -164,7 +164,7 @@ class Decode {
                           sums_row_, values.data);
     }
 
-    // Matrix of values, as whole panels; those that no row sees may hold anything and become 0.
+    // Rows of values, as whole panels; those that no row sees may hold anything and become 0.
     Matrix values_of(const Group& group, Run run, int rows) {
         bool in_place = std::is_same_v<T, float> && problem_.Dv == sums_row_;
         for (int32_t i = run.from; i < run.to; i++) in_place = in_place && any_sees({i, i + 1}, rows);

@@ -15,6 +15,8 @@ constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int TILE_ROWS = 6;
 inline int64_t whole_panels(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
+// The left operand of a product, and its transpose. The layout is a type, since with two strides that are known only when
+// the product runs there aren't enough registers for addresses.
 struct Transposed {
     const float* data;
     int64_t stride;
@@ -32,8 +34,7 @@ struct Matrix {
 // ROWS × PANEL numbers of C, inner dimension n. `soon` is memory that will be wanted next: it is fetched meanwhile, since
 // the second-level cache alone hides no more than half of the time that rows need to arrive.
 template <int ROWS, bool ADD, class A>
-CSA_INLINE void tile(A a, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t n,
-                     const float* soon) {
+CSA_INLINE void tile(A a, const float* b, int64_t b_row, float* c, int64_t c_row, int64_t n, const float* soon) {
     // A multiply-add takes 4 cycles and two can start in each, so few rows need several sums each.
     constexpr int CHAINS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;
     Vec sums[CHAINS][ROWS][TILE_VECTORS] = {};
