@@ -106,7 +106,7 @@ CSA_INLINE Row descend(Descent& at_lane, const Path& path, const Column& at, int
         left = s.first ? Vec{} : left;
         c_before = s.first ? Vec{} : c;
     }
-    if (EDGE) w.end_gradient += s.last ? here.p * g * 4.0f : Vec{};
+    if (EDGE) w.end_gradient += s.last ? power(here.p) * g : Vec{};
     row.weight = w.right + left;
     row.gradient = row.weight * w.g + (c_before - w.c);
     // A lane that doesn't see the node before has nothing to give to it, whatever is there.

@@ -232,8 +232,8 @@ class Decode {
         }
         w.total += sum(total);
         if (joins) w.start_weight += left[0], left[0] = 0;
-        if (held) hold(w, right[0], p[0] * 4 * problem_.start_length);
-        if (closes) hold(w, right[n - 1], p[n - 1] * 4 * w.end_length);
+        if (held) hold(w, right[0], power(p[0]) * problem_.start_length);
+        if (closes) hold(w, right[n - 1], power(p[n - 1]) * w.end_length);
         for (int32_t i = 0; i < n; i += WIDTH) store(score + i, load(right + i - 1) + load(left + i));
 
         w.right = closes ? 0 : right[n - 1];

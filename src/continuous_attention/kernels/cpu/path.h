@@ -81,8 +81,8 @@ CSA_INLINE Segment segment_to(const Path& path, const Column& at, int32_t i, Nod
         s.left = counts ? s.unit.left * s.length : Vec{};
         s.right = counts ? s.unit.right * s.length : Vec{};
         s.length = counts ? s.length : Vec{};
-        if (!path.has_start_node) s.right += s.first ? here.p * 4.0f * path.start_length : Vec{};
-        s.right += s.last ? here.p * 4.0f * at.end : Vec{};
+        if (!path.has_start_node) s.right += s.first ? power(here.p) * path.start_length : Vec{};
+        s.right += s.last ? power(here.p) * at.end : Vec{};
     }
     return s;
 }

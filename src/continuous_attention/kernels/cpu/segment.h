@@ -12,6 +12,12 @@ namespace continuous_attention {
 constexpr float LN2 = 0.69314718056f;
 constexpr float LOG2E = 1.44269504089f;
 
+// 2^a of a node, which is what a path held there for a length of 1 integrates to.
+template <class X>
+CSA_INLINE X power(X p) {
+    return p * 4.0f;
+}
+
 struct Shares {
     Vec left, right;  // L belongs to the earlier node, R to the later one
     Vec mass;         // M
